@@ -8,8 +8,17 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-SETTINGS = tomllib.loads((Path(__file__).parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+SETTINGS = tomllib.loads((Path(__file__).parent / "pyproject.toml").read_text())["tool"][
+    "setuptools"
+]
 PARTS = SETTINGS["package-dir"].values()
 FOUND = find_packages(include=[pattern for part in PARTS for pattern in (part, f"{part}.*")])
 
-setup(packages=sorted({*find_packages(include=["manylora", "manylora.*"]), *(f"manylora.{name}" for name in FOUND)}))
+setup(
+    packages=sorted(
+        {
+            *find_packages(include=["manylora", "manylora.*"]),
+            *(f"manylora.{name}" for name in FOUND),
+        }
+    )
+)

@@ -103,7 +103,9 @@ def content_digest(spec: LoraSpec, weights_sha256: str) -> str:
     return "sha256:" + hashlib.sha256(encoded).hexdigest()
 
 
-def _first_match(pattern: dict[str, object] | dict[str, int] | dict[str, float], module_path: str) -> str:
+def _first_match(
+    pattern: dict[str, object] | dict[str, int] | dict[str, float], module_path: str
+) -> str:
     if not pattern:
         return ""
     parts = module_path.split(".")

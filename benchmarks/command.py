@@ -9,7 +9,9 @@ import typer
 
 from manylora.benchmarks.main import BENCHMARKS, main
 
-app = typer.Typer(help="Measure: each command prints a table and a JSON line.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure: each command prints a table and a JSON line.", no_args_is_help=True
+)
 
 
 def run(context: typer.Context) -> None:

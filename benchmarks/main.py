@@ -26,11 +26,17 @@ BENCHMARKS = {
     "batching": ("pool.batching", "Compare static, windowed and continuous batching."),
     "offline": ("engine.offline", "Compare with transformers and PEFT in one process."),
     "adapters": ("pool.adapter_count", "Serve from 5 to 2,000 adapters with room for 20."),
-    "adapters-http": ("http.adapters_http", "Ask a server for 5 to 2,000 adapters, popular and rare ones."),
+    "adapters-http": (
+        "http.adapters_http",
+        "Ask a server for 5 to 2,000 adapters, popular and rare ones.",
+    ),
     "cliff": ("pool.cliff", "Serve more adapters than fit."),
     "unified": ("pool.unified", "Compare one pool with two halves."),
     "stall": ("engine.step_stall", "Time steps while adapters load."),
-    "grammar": ("engine.grammar_cost", "Time answers that are held to schemas, and hostile schemas."),
+    "grammar": (
+        "engine.grammar_cost",
+        "Time answers that are held to schemas, and hostile schemas.",
+    ),
     "push": ("http.push", "Push versions as a trainer does, and time their first tokens."),
     "gateway": ("http.gateway", "Ask two replicas directly and through a gateway."),
     "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
@@ -46,7 +52,9 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     """The options of one benchmark, `--json` included."""
     module = _module(name)
     parser = argparse.ArgumentParser(
-        prog=f"manylora bench {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"manylora bench {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if hasattr(module, "measure"):
         parser.add_argument("--json", type=Path, default=None, help="write the result here")
@@ -57,7 +65,9 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark; returns the exit status."""
-    from manylora.benchmarks.report import tell  # the command line lists the benchmarks without what prints tables
+    from manylora.benchmarks.report import (
+        tell,
+    )  # the command line lists the benchmarks without what prints tables
 
     module, options = _module(name), make_parser(name).parse_args(arguments)
     if hasattr(module, "measure"):

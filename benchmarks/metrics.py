@@ -51,7 +51,10 @@ class RequestRecord:
     @property
     def gaps_s(self) -> list[float]:
         """Seconds between consecutive pieces of output."""
-        return [later - earlier for earlier, later in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+        return [
+            later - earlier
+            for earlier, later in zip(self.token_times_s, self.token_times_s[1:], strict=False)
+        ]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

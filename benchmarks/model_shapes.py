@@ -36,7 +36,9 @@ class ModelShape:
 
     def spec(self) -> DecoderSpec:
         """What the engine reads from its config; a vocabulary of one token, because sizes here do not depend on it."""
-        return decoder_spec({"architectures": ["LlamaForCausalLM"], "vocab_size": 1, **self.config_fields()})
+        return decoder_spec(
+            {"architectures": ["LlamaForCausalLM"], "vocab_size": 1, **self.config_fields()}
+        )
 
     def base(self) -> BaseShape:
         """The shape that adapters are checked against."""
@@ -51,16 +53,28 @@ class ModelShape:
         }
         heads = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
         ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-        return {**sizes, **heads, "max_position_embeddings": 2048, "tie_word_embeddings": True, **ids}
+        return {
+            **sizes,
+            **heads,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            **ids,
+        }
 
     def geometry(self, dtype_bytes: int = DTYPE_BYTES, kv_dtype: KvDtype = "auto") -> PageGeometry:
         """Pages of an arena for it."""
         return model_geometry(self.spec(), self.base(), dtype_bytes, kv_dtype)
 
 
-QWEN = ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2)
+QWEN = ModelShape(
+    "Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2
+)
 MODELS = (
-    ModelShape("Llama-3-8B", num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8),
+    ModelShape(
+        "Llama-3-8B", num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8
+    ),
     QWEN,
-    ModelShape("Llama-2-7B", num_layers=32, hidden=4096, intermediate=11008, num_heads=32, num_kv_heads=32),
+    ModelShape(
+        "Llama-2-7B", num_layers=32, hidden=4096, intermediate=11008, num_heads=32, num_kv_heads=32
+    ),
 )

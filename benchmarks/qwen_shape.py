@@ -58,7 +58,13 @@ def make_small_adapters(cache: Path) -> Path:
 
 def base_config() -> Qwen2Config:
     """386M parameters, 24 layers, hidden size 896, tied embeddings."""
-    return Qwen2Config(**{**QWEN.config_fields(), "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS})
+    return Qwen2Config(
+        **{
+            **QWEN.config_fields(),
+            "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": MAX_POSITIONS,
+        }
+    )
 
 
 def _save_base(folder: Path) -> None:
@@ -75,7 +81,9 @@ def _save_base(folder: Path) -> None:
     fast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
 
 
-def save_random_adapter(folder: Path, base: BaseShape, modules: Sequence[int], rank: int, seed: int) -> None:
+def save_random_adapter(
+    folder: Path, base: BaseShape, modules: Sequence[int], rank: int, seed: int
+) -> None:
     """Write an adapter for a base as PEFT does, with random weights in these modules of every layer."""
     targets = [base.modules[module].name for module in modules]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")

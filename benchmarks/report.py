@@ -57,7 +57,9 @@ def counts(text: str) -> list[int]:
     return [positive(each) for each in text.split(",")] if text else []
 
 
-def take_turns(names: Iterable[N], repeats: int, run: Callable[[N, int], R], first: int = 0) -> dict[N, list[R]]:
+def take_turns(
+    names: Iterable[N], repeats: int, run: Callable[[N, int], R], first: int = 0
+) -> dict[N, list[R]]:
     """Run all contenders in each round, in reverse order in every second: a slow minute of the machine hits all.
 
     Args:
@@ -88,7 +90,9 @@ def provenance() -> dict[str, Any]:
         "hardware": {
             "cpu": _cpu_model(),
             "cores": usable_cores(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+            "memory_gib": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1
+            ),
             "load_average": list(os.getloadavg()),
         },
         "versions": {"python": platform.python_version(), **_versions()},
@@ -110,7 +114,12 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, smallest and largest of repeats, and all of them in order."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": list(values)}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "repeats": list(values),
+    }
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
@@ -121,18 +130,35 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
 def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> dict[str, Any]:
     """A figure and the most, or least, that it should be. NaN means not measured, and misses the goal."""
     reached = figure >= limit if is_least else figure <= limit
-    return {"goal": name, "figure": figure, "should be": "least" if is_least else "most", "limit": limit, "ok": reached}
+    return {
+        "goal": name,
+        "figure": figure,
+        "should be": "least" if is_least else "most",
+        "limit": limit,
+        "ok": reached,
+    }
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of rows that have the same columns; in a file or a pipe nothing of it is cut."""
-    table = Table(*(Column(name, justify="left" if not place else "right") for place, name in enumerate(rows[0])))
+    table = Table(
+        *(
+            Column(name, justify="left" if not place else "right")
+            for place, name in enumerate(rows[0])
+        )
+    )
     for row in rows:
-        table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+        table.add_row(
+            *(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in row.values())
+        )
     Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
-def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Mapping[str, Any]]) -> int:
+def tell(
+    command: str,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Mapping[str, Any]],
+) -> int:
     """Measure, write the result as JSON, and print it: tables for people, and all of it as one JSON line.
 
     Args:
@@ -146,7 +172,11 @@ def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.
     """
     try:
         measured = measure(options)
-        keys = {name: value for name, value in vars(options).items() if name == "key" or name.endswith("_key")}
+        keys = {
+            name: value
+            for name, value in vars(options).items()
+            if name == "key" or name.endswith("_key")
+        }
         shown = {name: value for name, value in vars(options).items() if name not in keys}
         result = without_nan({"benchmark": command, **provenance(), "options": shown, **measured})
         for key in filter(None, keys.values()):
@@ -156,7 +186,9 @@ def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.
     except ManyloraError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    for rows in filter(None, (result["table"], _ratio_rows(result.get("ratios", {})), result.get("goals"))):
+    for rows in filter(
+        None, (result["table"], _ratio_rows(result.get("ratios", {})), result.get("goals"))
+    ):
         print_rows(rows)
     failures = result.get("failures", [])
     for failure in failures:
@@ -190,7 +222,10 @@ def spread_rows(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[
 def _ratio_rows(ratios: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of single ratios and of spreads."""
     return [
-        {"ratio": name, **({key: found[key] for key in SHOWN} if isinstance(found, Mapping) else {"": found})}
+        {
+            "ratio": name,
+            **({key: found[key] for key in SHOWN} if isinstance(found, Mapping) else {"": found}),
+        }
         for name, found in ratios.items()
     ]
 
@@ -202,7 +237,16 @@ def _program() -> list[str]:
 
 def _commit() -> str | None:
     """The commit, with `+changes` if files were changed since; None outside of a repository."""
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
+    command = [
+        "git",
+        "-C",
+        str(_ROOT),
+        "describe",
+        "--always",
+        "--exclude=*",
+        "--abbrev=12",
+        "--dirty=+changes",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -214,7 +258,9 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
 
 
 def _versions() -> dict[str, str]:

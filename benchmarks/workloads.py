@@ -48,12 +48,18 @@ def adapter_counts(pattern: str, num_requests: int, num_adapters: int) -> list[i
         ConfigError: The pattern is unknown, or there are no requests or adapters.
     """
     if num_requests < 1 or num_adapters < 1:
-        raise ConfigError(f"need at least one request and one adapter, got {num_requests} and {num_adapters}")
+        raise ConfigError(
+            f"need at least one request and one adapter, got {num_requests} and {num_adapters}"
+        )
     if pattern == "uniform":
         share, rest = divmod(num_requests, num_adapters)
         return [count for count in [share + 1] * rest + [share] * (num_adapters - rest) if count]
     counts = _zipf_counts(_zipf_base(pattern), num_requests)
-    return [*counts[: num_adapters - 1], sum(counts[num_adapters - 1 :])] if len(counts) > num_adapters else counts
+    return (
+        [*counts[: num_adapters - 1], sum(counts[num_adapters - 1 :])]
+        if len(counts) > num_adapters
+        else counts
+    )
 
 
 def assign_adapters(pattern: str, num_requests: int, num_adapters: int, seed: int) -> list[int]:
@@ -65,7 +71,13 @@ def assign_adapters(pattern: str, num_requests: int, num_adapters: int, seed: in
 
 
 def slora_trace(
-    num_adapters: int, num_requests: int, inputs: Sequence[int], outputs: Sequence[int], *, alpha: float = 1, seed: int
+    num_adapters: int,
+    num_requests: int,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    alpha: float = 1,
+    seed: int,
 ) -> list[TimedRequest]:
     """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator.
 
@@ -106,7 +118,9 @@ def _zipf_base(pattern: str) -> float:
     base = float(found[1]) if found else 0.0
     if base <= 1:
         known = ", ".join(PATTERNS)
-        raise ConfigError(f"popularity must be one of {known} (zipf with a base above 1), got {pattern!r}")
+        raise ConfigError(
+            f"popularity must be one of {known} (zipf with a base above 1), got {pattern!r}"
+        )
     return base
 
 

@@ -21,13 +21,24 @@ from manylora.adapters.blobs.store import open_blobs
 from manylora.adapters.lora.step import PagedLora
 from manylora.adapters.lora.tables import AdapterTables
 from manylora.adapters.residency.images import HostImages
-from manylora.adapters.residency.load_threads import LoadPace, LoadQueue, copier_thread, loader_threads
+from manylora.adapters.residency.load_threads import (
+    LoadPace,
+    LoadQueue,
+    copier_thread,
+    loader_threads,
+)
 from manylora.adapters.residency.loader import AdapterLoader
 from manylora.adapters.residency.residency import Residency
 from manylora.config import Config
 from manylora.engine.core import EngineCore
 from manylora.engine.execution.costs import StartMeasures
-from manylora.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
+from manylora.engine.execution.memory_plan import (
+    REFERENCE_RANK,
+    format_plan,
+    free_memory,
+    max_model_len,
+    plan_memory,
+)
 from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.execution.step_program import StepDevice
@@ -35,8 +46,20 @@ from manylora.engine.execution.step_programs import StepPrograms, bucket_rows, c
 from manylora.engine.grammar.compiler import Grammars
 from manylora.engine.grammar.matcher import GrammarTokens
 from manylora.engine.model.decoder import Decoder
-from manylora.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core, keep_freed_memory
-from manylora.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
+from manylora.engine.model.device import (
+    choose_device,
+    choose_dtype,
+    choose_threads,
+    has_idle_core,
+    keep_freed_memory,
+)
+from manylora.engine.model.spec import (
+    DecoderSpec,
+    base_shape,
+    model_geometry,
+    read_spec,
+    resolve_model,
+)
 from manylora.engine.model.weights import base_digest, load_decoder
 from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
 from manylora.engine.scheduling.request_limits import ModelLimits
@@ -95,7 +118,9 @@ def build_engine(
     # The digest is known once the weights are read.
     shape = base_shape(spec, "", trained_on_quantised=config.model.adapters_trained_on_quantised)
     geometry = model_geometry(spec, shape, dtype.itemsize, config.memory.kv_dtype)
-    plan = plan_memory(config, spec, shape, geometry, free_memory(device), on_cpu=device.type == "cpu")
+    plan = plan_memory(
+        config, spec, shape, geometry, free_memory(device), on_cpu=device.type == "cpu"
+    )
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
     longest = max_model_len(config, spec, plan)
@@ -121,7 +146,9 @@ def build_engine(
     pace = LoadPace(config.adapter.load_share if is_in_the_way else 1.0)
     copier = PageCopier(arena, pace.pause)
     if device.type == "cpu" and not keep_freed_memory():
-        logger.debug("the C library does not keep memory that is freed; steps of many tokens take longer")
+        logger.debug(
+            "the C library does not keep memory that is freed; steps of many tokens take longer"
+        )
     measures = StartMeasures(decoder, arena, pool, max_tokens=longest)
     costs = costs or measures.costs(slab, copier)
     prices = measures.prices(
@@ -135,7 +162,14 @@ def build_engine(
     images = HostImages(slab)
     tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)
     loader = AdapterLoader(
-        *(open_blobs(config.registry, config.server.data_dir), images, base, geometry, dtype, tables.max_rank),
+        *(
+            open_blobs(config.registry, config.server.data_dir),
+            images,
+            base,
+            geometry,
+            dtype,
+            tables.max_rank,
+        ),
         max_pages=pool.capacity - geometry.num_groups,
         pause=pace.pause,
     )
@@ -147,7 +181,9 @@ def build_engine(
         tables,
         evictor,
         costs,
-        load_queue=LoadQueue(loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()), notify),
+        load_queue=LoadQueue(
+            loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()), notify
+        ),
         copy_queue=LoadQueue(copier_thread(), notify),
         prefixes=prefixes,
     )
@@ -174,18 +210,29 @@ def build_engine(
         prefix_seed=prefix_seed(base.digest, ready.number_format, spec.rope),
         is_sharing=config.memory.prefix_cache,
     )
-    limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
+    limits = ModelLimits(
+        max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder)
+    )
     runner = _runner(config, decoder, PagedLora(arena, tables, base), slab, residency, limits, plan)
     grammar_tokens = GrammarTokens(folder, limits.eos_token_ids)
-    grammars = Grammars(grammar_tokens.compile, loader_threads(1, has_idle_core=has_idle_core()), notify)
+    grammars = Grammars(
+        grammar_tokens.compile, loader_threads(1, has_idle_core=has_idle_core()), notify
+    )
     scheduler = Scheduler(
-        config.scheduler, kv, residency, limits, step_tokens=plan.step_tokens, prices=prices, grammars=grammars
+        config.scheduler,
+        kv,
+        residency,
+        limits,
+        step_tokens=plan.step_tokens,
+        prices=prices,
+        grammars=grammars,
     )
     core = EngineCore(
         scheduler,
         runner,
         boot_id=ready.boot_id,
-        overlaps=config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and runs_beside_host(device)),
+        overlaps=config.scheduler.overlap == "on"
+        or (config.scheduler.overlap == "auto" and runs_beside_host(device)),
         set_stepping=pace.set_stepping,
         compiles=CompileWatch().begin(),
     )
@@ -245,7 +292,9 @@ def _runner(
             max_model_len=limits.max_model_len,
         )
         capture = cuda_graphs() if config.model.cuda_graphs else None
-        programs = StepPrograms(step_device, max_running=config.scheduler.max_running, capture=capture)
+        programs = StepPrograms(
+            step_device, max_running=config.scheduler.max_running, capture=capture
+        )
         try:
             programs.prepare()
         except torch.OutOfMemoryError as error:

@@ -99,7 +99,9 @@ class EngineCore:
     @property
     def num_compiles(self) -> int:
         """Kernels compiled since start, each while requests waited."""
-        return sum(tuple(self._compiles.counts.values()))  # a copy: another thread may ask during a compilation
+        return sum(
+            tuple(self._compiles.counts.values())
+        )  # a copy: another thread may ask during a compilation
 
     def submit(self, request: GenerationRequest) -> None:
         """Take a request in.
@@ -154,7 +156,9 @@ class EngineCore:
         if plan is None and self._in_flight:
             self._settle()
             plan = self._plan()
-        self._set_stepping(0 if plan is None else max(self._table.num_rows, 1), self._scheduler.num_held_up)
+        self._set_stepping(
+            0 if plan is None else max(self._table.num_rows, 1), self._scheduler.num_held_up
+        )
         if plan is None:
             outputs = self._scheduler.take_outputs()
             self._check_when_idle()

@@ -15,7 +15,14 @@ from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.checkpoint.folder import adapter_files
 from manylora.adapters.checkpoint.reader import read_checkpoint
 from manylora.adapters.ref import AdapterRef, content_digest
-from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from manylora.config import (
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    RegistryConfig,
+    SchedulerConfig,
+)
 from manylora.engine.build import build_engine
 from manylora.engine.grammar.json_schema import with_schemas_read
 from manylora.engine.request import (
@@ -32,7 +39,12 @@ from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import ConfigError, EngineError, InvalidRequestError
 
 BLOCKED_WAIT_S = 0.02
-_SECTIONS = {"model": ModelConfig, "memory": MemoryConfig, "adapter": AdapterConfig, "scheduler": SchedulerConfig}
+_SECTIONS = {
+    "model": ModelConfig,
+    "memory": MemoryConfig,
+    "adapter": AdapterConfig,
+    "scheduler": SchedulerConfig,
+}
 _Stamp = tuple[tuple[int, int, int], ...]
 """Inode, size and time of change of an adapter's files."""
 
@@ -139,7 +151,9 @@ class LLM:
         requests = [
             GenerationRequest(
                 request_id=str(next(self._ids)),
-                prompt_token_ids=self.tokenizer.encode(text) if isinstance(text, str) else list(text),
+                prompt_token_ids=self.tokenizer.encode(text)
+                if isinstance(text, str)
+                else list(text),
                 params=own,
                 adapter=self._ref(chosen),
                 grammar=None if lark is None else Grammar.of(with_schemas_read(lark)),
@@ -193,16 +207,25 @@ class LLM:
             return adapter
         stamp, ref = self._refs.get(Path(adapter), (None, None))
         # A folder that was trained again since is another adapter.
-        return ref if ref is not None and stamp == _stamp(Path(adapter)) else self.load_adapter(adapter)
+        return (
+            ref
+            if ref is not None and stamp == _stamp(Path(adapter))
+            else self.load_adapter(adapter)
+        )
 
 
 class _Run:
     """The completions of one `generate`, as they grow."""
 
     def __init__(self, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]) -> None:
-        self.completions = [Completion(prompt_token_ids=request.prompt_token_ids) for request in requests]
+        self.completions = [
+            Completion(prompt_token_ids=request.prompt_token_ids) for request in requests
+        ]
         self.streams = {
-            request.request_id: (completion, TextStream(tokenizer, request.params, request.prompt_token_ids))
+            request.request_id: (
+                completion,
+                TextStream(tokenizer, request.params, request.prompt_token_ids),
+            )
             for request, completion in zip(requests, self.completions, strict=True)
         }
         """The unfinished completions and their texts, by request id."""
@@ -212,7 +235,9 @@ class _Run:
         if output.request_id not in self.streams:
             return False
         if output.error is not None:
-            raise ERRORS_BY_KIND.get(output.error.kind, EngineError)(output.error.message, code=output.error.code)
+            raise ERRORS_BY_KIND.get(output.error.kind, EngineError)(
+                output.error.message, code=output.error.code
+            )
         completion, stream = self.streams[output.request_id]
         delta = stream.push(output)
         completion.text += delta.text
@@ -237,7 +262,9 @@ def _spread(given: Any, count: int, name: str, kinds: type | tuple[type, ...]) -
     if isinstance(given, kinds):
         return [given] * count
     if len(given) != count:
-        raise InvalidRequestError(f"{name} must be one, or one for each of {count} prompts, got {len(given)}.")
+        raise InvalidRequestError(
+            f"{name} must be one, or one for each of {count} prompts, got {len(given)}."
+        )
     return list(given)
 
 
@@ -252,7 +279,10 @@ def _config(model: str, folder: Path, settings: dict[str, Any]) -> Config:
             if setting in (each.name, f"{section}_{each.name}") and each.name != "path"
         ]
         if not places:
-            raise ConfigError(f"{setting} is not a setting of the model, memory, adapter or scheduler.", param=setting)
+            raise ConfigError(
+                f"{setting} is not a setting of the model, memory, adapter or scheduler.",
+                param=setting,
+            )
         section, name = places[0]
         sections[section][name] = value
     made: dict[str, Any] = {name: kind(**sections[name]) for name, kind in _SECTIONS.items()}

@@ -96,7 +96,9 @@ class RequestError:
 
 
 INTERNAL = RequestError(
-    code=EngineError.code, message="The engine failed while it computed this request.", kind="internal"
+    code=EngineError.code,
+    message="The engine failed while it computed this request.",
+    kind="internal",
 )
 """A fault of the engine. Clients are not told what it was; the log says it."""
 
@@ -143,11 +145,19 @@ ERRORS_BY_KIND: dict[ErrorKind, type[ManyloraError]] = {
 
 def request_error(error: ManyloraError) -> RequestError:
     """What the client is told: the error's message, or `INTERNAL` for a fault of the engine."""
-    kind = next((kind for kind, raised in ERRORS_BY_KIND.items() if isinstance(error, raised)), None)
-    return INTERNAL if kind is None else RequestError(code=error.code, message=error.message, kind=kind)
+    kind = next(
+        (kind for kind, raised in ERRORS_BY_KIND.items() if isinstance(error, raised)), None
+    )
+    return (
+        INTERNAL
+        if kind is None
+        else RequestError(code=error.code, message=error.message, kind=kind)
+    )
 
 
-@dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and a step makes one a row
+@dataclass(
+    slots=True, kw_only=True
+)  # frozen ones take three times as long to make, and a step makes one a row
 class RequestOutput:
     """What one step, or one refusal, did for one request. The last one carries `finish_reason`."""
 

@@ -19,7 +19,9 @@ MAX_LENGTH_PENALTY = 10.0
 
 def _check(ok: bool, param: str, expected: str, got: object) -> None:
     if not ok:
-        raise InvalidRequestError(f"{param} must be {expected}, got {json.dumps(got)}.", param=param)
+        raise InvalidRequestError(
+            f"{param} must be {expected}, got {json.dumps(got)}.", param=param
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +77,22 @@ class SamplingParams:
         _check(self.max_tokens >= 0, "max_tokens", ">= 0", self.max_tokens)
         _check(_within(self.temperature, 0, 100), "temperature", "from 0 to 100", self.temperature)
         _check(self.top_k >= -1, "top_k", ">= -1", self.top_k)
-        _check(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0, at most 1", self.top_p)
+        _check(
+            _within(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0, at most 1", self.top_p
+        )
         _check(_within(self.min_p, 0, 1), "min_p", "from 0 to 1", self.min_p)
-        _check(_within(self.presence_penalty, -2, 2), "presence_penalty", "from -2 to 2", self.presence_penalty)
-        _check(_within(self.frequency_penalty, -2, 2), "frequency_penalty", "from -2 to 2", self.frequency_penalty)
+        _check(
+            _within(self.presence_penalty, -2, 2),
+            "presence_penalty",
+            "from -2 to 2",
+            self.presence_penalty,
+        )
+        _check(
+            _within(self.frequency_penalty, -2, 2),
+            "frequency_penalty",
+            "from -2 to 2",
+            self.frequency_penalty,
+        )
         _check(
             _within(self.repetition_penalty, 0, 10) and self.repetition_penalty > 0,
             "repetition_penalty",
@@ -88,13 +102,23 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check(token_id >= 0, "logit_bias", "a map from token ids >= 0", token_id)
             _check(_within(bias, -100, 100), "logit_bias", "from -100 to 100", bias)
-        _check(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit integer", self.seed)
+        _check(
+            self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
+            "seed",
+            "a 64-bit integer",
+            self.seed,
+        )
         _check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0", self.logprobs)
         _check(
-            self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", ">= 0", self.prompt_logprobs
+            self.prompt_logprobs is None or self.prompt_logprobs >= 0,
+            "prompt_logprobs",
+            ">= 0",
+            self.prompt_logprobs,
         )
         _check(all(self.stop), "stop", "non-empty strings", "")
-        _check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", ">= 0", self.stop_token_ids)
+        _check(
+            all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", ">= 0", self.stop_token_ids
+        )
         most = f"from 0 to max_tokens ({self.max_tokens})"
         _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", most, self.min_tokens)
         _check(all(self.bad_words), "bad_words", "sequences of at least one token", ())
@@ -107,7 +131,9 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether logits depend on the tokens so far."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
 
     @property
     def changes_logits(self) -> bool:
@@ -135,7 +161,9 @@ class BeamParams:
     def __post_init__(self) -> None:
         _check(self.width >= 1, "n", ">= 1", self.width)
         ok = _within(self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        _check(ok, "length_penalty", f"at most {MAX_LENGTH_PENALTY:.0f} from 0", self.length_penalty)
+        _check(
+            ok, "length_penalty", f"at most {MAX_LENGTH_PENALTY:.0f} from 0", self.length_penalty
+        )
 
 
 def _within(value: float, low: float, high: float) -> bool:

@@ -9,7 +9,13 @@ import ctypes
 
 from manylora.config import Config
 from manylora.engine.execution.memory_plan import check_max_model_len, free_memory, plan_memory
-from manylora.engine.model.spec import SPEC_FILES, base_shape, model_geometry, read_spec, resolve_model
+from manylora.engine.model.spec import (
+    SPEC_FILES,
+    base_shape,
+    model_geometry,
+    read_spec,
+    resolve_model,
+)
 from manylora.engine.model.weight_bytes import choose_weights
 from manylora.errors import ConfigError
 

@@ -111,7 +111,9 @@ class StepBatches:
     """Oldest first, at most 64: a step's number, its requests of the base, of each of `adapters`, of all others."""
 
 
-@dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and there may be thousands
+@dataclass(
+    slots=True, kw_only=True
+)  # frozen ones take three times as long to make, and there may be thousands
 class TenantLoad:
     """What one tenant has in the engine now. Units are those of `manylora.engine.fairness.tenant_service`."""
 

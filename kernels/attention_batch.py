@@ -71,7 +71,9 @@ class AttentionRows:
         Made once, so that captured launches find it where it was.
         """
         if num_kv_heads not in self._counters:
-            self._counters[num_kv_heads] = self.item_rows.new_zeros(len(self.item_rows) * num_kv_heads)
+            self._counters[num_kv_heads] = self.item_rows.new_zeros(
+                len(self.item_rows) * num_kv_heads
+            )
         return self._counters[num_kv_heads]
 
 
@@ -181,7 +183,9 @@ class AttentionBatch:
             items_host=_items(indptr, np.asarray(context_lens, dtype=np.int32)),
             chunks=tuple(
                 PromptChunk(request, int(indptr[request]), rows, context)
-                for request, (rows, context) in enumerate(zip(query_lens, context_lens, strict=True))
+                for request, (rows, context) in enumerate(
+                    zip(query_lens, context_lens, strict=True)
+                )
                 if rows > MAX_ITEM_ROWS and context
             ),
             page_tokens=page_tokens,
@@ -219,7 +223,9 @@ class AttentionBatch:
     def items(self) -> AttentionBatch:
         """The same step without its chunks; their rows of the output have any value."""
         rows = None if self._rows is None else replace(self._rows, tiles=self._rows.tiles[:, :0])
-        items: AttentionBatch = self.keep("items", lambda: replace(self, chunks=(), _rows=rows, _kept={}))
+        items: AttentionBatch = self.keep(
+            "items", lambda: replace(self, chunks=(), _rows=rows, _kept={})
+        )
         return items
 
     def rows(self, group: int, window: int) -> AttentionRows:
@@ -236,9 +242,13 @@ class AttentionBatch:
         if rows is None:
             rows = self.keep(("rows", chunk_tile_rows(group)), lambda: self._make_rows(group))
             if window not in rows.work:
-                rows.work[window] = _to_device(split_starts(self.items_host[2], window), self.device)
+                rows.work[window] = _to_device(
+                    split_starts(self.items_host[2], window), self.device
+                )
         elif window not in rows.work:
-            raise ValueError(f"window: expected one of {sorted(rows.work)}, whose work is known, got {window}")
+            raise ValueError(
+                f"window: expected one of {sorted(rows.work)}, whose work is known, got {window}"
+            )
         return rows
 
     def _make_rows(self, group: int) -> AttentionRows:
@@ -273,7 +283,9 @@ class AttentionBatch:
             ValueError: The batch was made of what is on a device.
         """
         if self._rows is not None:
-            raise ValueError("batch: expected one made of lists, got one of rows on a device, which Triton reads")
+            raise ValueError(
+                "batch: expected one made of lists, got one of rows on a device, which Triton reads"
+            )
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return what a kernel prepared for this step under `key`, preparing it on first use.
@@ -296,9 +308,13 @@ def _check(
             f"block_tables, query_lens and context_lens: expected equal lengths, "
             f"got {len(block_tables)}, {len(query_lens)} and {len(context_lens)}"
         )
-    for request, (pages, rows, context) in enumerate(zip(block_tables, query_lens, context_lens, strict=True)):
+    for request, (pages, rows, context) in enumerate(
+        zip(block_tables, query_lens, context_lens, strict=True)
+    ):
         if context and not 0 <= rows <= context:
-            raise ValueError(f"query_lens[{request}]: expected 0 to its context of {context}, got {rows}")
+            raise ValueError(
+                f"query_lens[{request}]: expected 0 to its context of {context}, got {rows}"
+            )
         if context > len(pages) * page_tokens:
             raise ValueError(
                 f"context_lens[{request}]: expected at most {len(pages) * page_tokens} tokens of {len(pages)} pages, "
@@ -308,7 +324,9 @@ def _check(
 
 def _padded(block_tables: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     """[R, max_blocks], int32: pages of each request, padded with 0."""
-    table = np.zeros((len(block_tables), max((len(t) for t in block_tables), default=0)), dtype=np.int32)
+    table = np.zeros(
+        (len(block_tables), max((len(t) for t in block_tables), default=0)), dtype=np.int32
+    )
     for index, pages in enumerate(block_tables):
         table[index, : len(pages)] = pages
     return table

@@ -72,7 +72,9 @@ class AttentionNeeds:
     is_kv_int8: bool
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, attention: AttentionNeeds | None = None) -> Kernels:
+def kernels_for(
+    device: torch.device, dtype: torch.dtype, attention: AttentionNeeds | None = None
+) -> Kernels:
     """Return the operations for tensors on `device`.
 
     Args:
@@ -92,7 +94,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype, attention: AttentionNe
             )
         return native_kernels() if dtype in NATIVE_DTYPES and native_library() else torch_kernels()
     if device.type == "cuda":
-        return triton_kernels() if attention is None else with_flashinfer(triton_kernels(), device, dtype, attention)
+        return (
+            triton_kernels()
+            if attention is None
+            else with_flashinfer(triton_kernels(), device, dtype, attention)
+        )
     raise ValueError(f"device: expected cpu or cuda, got {device.type}")
 
 
@@ -152,7 +158,9 @@ def triton_kernels() -> Kernels:
     return replace(_kernels_of(rows, attend, attention, sgmv, sampling), shrink=sgmv.shrink)
 
 
-def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, attention: AttentionNeeds) -> Kernels:
+def with_flashinfer(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, attention: AttentionNeeds
+) -> Kernels:
     """The operations with FlashInfer for prompts, where it can be used and is not ruled out; else as they are.
 
     Raises:
@@ -166,10 +174,15 @@ def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, 
     if not isinstance(found, str):
         logger.info("attention of prompts runs in FlashInfer")
         own = found.paged_attention
-        return replace(kernels, paged_attention=own, attend=functools.partial(kernels.attend, paged_attention=own))
+        return replace(
+            kernels,
+            paged_attention=own,
+            attend=functools.partial(kernels.attend, paged_attention=own),
+        )
     if attention.setting == "flashinfer":
         raise ConfigError(
-            f"model.attention: flashinfer cannot be used: {found}; or take auto or triton", param="model.attention"
+            f"model.attention: flashinfer cannot be used: {found}; or take auto or triton",
+            param="model.attention",
         )
     logger.info("attention of prompts runs in Triton, not in FlashInfer: %s", found)
     return kernels

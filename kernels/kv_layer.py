@@ -41,8 +41,14 @@ class KvLayer:
 
     def __post_init__(self) -> None:
         tensors = (self.k, self.v, *(self.scales or ()))
-        self.kind = (self.window, *((each.shape, each.stride(), each.dtype, each.device) for each in tensors))
-        self.strides = (*self.k.stride()[:3], *(self.scales[0].stride()[:2] if self.scales else (0, 0)))
+        self.kind = (
+            self.window,
+            *((each.shape, each.stride(), each.dtype, each.device) for each in tensors),
+        )
+        self.strides = (
+            *self.k.stride()[:3],
+            *(self.scales[0].stride()[:2] if self.scales else (0, 0)),
+        )
         addresses = [0 if each is None else each.data_ptr() for each in self.tensors]
         self._pages = np.array([*addresses, *self.strides, self.k.shape[2]], dtype=np.int64)
         self.address = self._pages.ctypes.data
@@ -52,7 +58,9 @@ class KvLayer:
         """Keys, values, and their scales or None."""
         return self.k, self.v, *(self.scales or (None, None))
 
-    def check(self, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def check(
+        self, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Check the pages that an operation was given.
 
         Args:
@@ -71,7 +79,9 @@ class KvLayer:
         if self.scales is not None:
             for scales in self.scales:
                 expect("kv_scales", scales, k.shape[:3], torch.float32, device)
-                expect_that("kv_scales", scales.stride(2) == 1, "consecutive tokens", scales.stride())
+                expect_that(
+                    "kv_scales", scales.stride(2) == 1, "consecutive tokens", scales.stride()
+                )
             of_k, of_v = (scales.stride() for scales in self.scales)
             expect_that("kv_scales", of_v == of_k, f"strides {of_k}", of_v)
 

@@ -17,12 +17,16 @@ def copy_in_one(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
 
     To a GPU it is one copy that the host does not wait for.
     """
-    ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays], dtype=np.int64).tolist()
+    ends = np.cumsum(
+        [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays], dtype=np.int64
+    ).tolist()
     starts = [0, *ends[:-1]]
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed = host.numpy()
     for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        packed[start : start + array.nbytes] = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
     moved = host.to(device, non_blocking=True)
     return [
         moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)

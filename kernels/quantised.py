@@ -80,8 +80,13 @@ def side_by_side(weights: Sequence[Tensor | Int8Weight]) -> Tensor | Int8Weight:
     """The outputs of several linears as those of one; in floats unless all are in 8 bits."""
     rounded = [weight for weight in weights if isinstance(weight, Int8Weight)]
     if len(rounded) == len(weights):
-        return Int8Weight(torch.cat([each.codes for each in rounded]), torch.cat([each.scales for each in rounded]))
-    return torch.cat([each.dequantised() if isinstance(each, Int8Weight) else each for each in weights])
+        return Int8Weight(
+            torch.cat([each.codes for each in rounded]),
+            torch.cat([each.scales for each in rounded]),
+        )
+    return torch.cat(
+        [each.dequantised() if isinstance(each, Int8Weight) else each for each in weights]
+    )
 
 
 def check_layer(weight: QuantisedWeight, bias: Tensor | None) -> None:
@@ -93,7 +98,12 @@ def check_layer(weight: QuantisedWeight, bias: Tensor | None) -> None:
     num_rows = weight.codes.shape[0]
     if isinstance(weight, Int8Weight):
         expect("codes", weight.codes, (None, None), torch.int8)
-        expect_that("codes", weight.in_features <= MAX_FEATURES, f"at most {MAX_FEATURES} inputs", weight.in_features)
+        expect_that(
+            "codes",
+            weight.in_features <= MAX_FEATURES,
+            f"at most {MAX_FEATURES} inputs",
+            weight.in_features,
+        )
         expect("scales", weight.scales, (num_rows,), torch.float32)
     else:
         groups = -(-weight.in_features // GROUP)
@@ -103,8 +113,12 @@ def check_layer(weight: QuantisedWeight, bias: Tensor | None) -> None:
         expect("bias", bias, (num_rows,))
 
 
-def _in_parts(weight: Tensor, quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    codes, scales = zip(*(quantise(rows.float()) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+def _in_parts(
+    weight: Tensor, quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    codes, scales = zip(
+        *(quantise(rows.float()) for rows in weight.split(ROWS_AT_ONCE)), strict=True
+    )
     return torch.cat(codes), torch.cat(scales)
 
 
@@ -115,9 +129,18 @@ def _int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int4_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    groups = pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))  # [rows, groups, GROUP]
+    groups = pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(
+        1, (-1, GROUP)
+    )  # [rows, groups, GROUP]
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     scales = (largest / -8).to(torch.bfloat16)
-    codes = (groups / scales.where(scales != 0, 1)).round_().add_(8).clamp_(0, 15).nan_to_num_(8).to(torch.uint8)
+    codes = (
+        (groups / scales.where(scales != 0, 1))
+        .round_()
+        .add_(8)
+        .clamp_(0, 15)
+        .nan_to_num_(8)
+        .to(torch.uint8)
+    )
     units = codes.unflatten(2, (-1, 2, UNIT))
     return (units[:, :, :, 0] | units[:, :, :, 1] << 4).flatten(1), scales[:, :, 0]

@@ -45,7 +45,9 @@ def sampling_words(rows: Sequence[RowSampling]) -> np.ndarray:
     """
     words = np.empty((NUM_COLUMNS, len(rows)), dtype=np.int32)
     floats = [
-        number for temperature, _, top_p, min_p, uniform in rows for number in (temperature, top_p, min_p, uniform)
+        number
+        for temperature, _, top_p, min_p, uniform in rows
+        for number in (temperature, top_p, min_p, uniform)
     ]
     words[:TOP_K].view(np.float32)[:] = np.array(floats, dtype=np.float32).reshape(-1, 4).T
     words[TOP_K] = [min(max(row.top_k, 0), MAX_TOP_K) for row in rows]
@@ -67,7 +69,10 @@ class SamplingColumns:
     def rows(self) -> list[RowSampling]:
         """The parameters by row; waits for the device."""
         numbers = self.words[:TOP_K].view(torch.float32).tolist()
-        return [RowSampling(t, k, p, m, u) for t, p, m, u, k in zip(*numbers, self.words[TOP_K].tolist(), strict=True)]
+        return [
+            RowSampling(t, k, p, m, u)
+            for t, p, m, u, k in zip(*numbers, self.words[TOP_K].tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +113,31 @@ def edit_arrays(rows: Sequence[RowEdits], vocab_size: int) -> list[np.ndarray]:
     nowhere = np.empty(0, dtype=np.int64)
     places, penalties = [nowhere], [np.empty((2, 0), dtype=np.float32)]
     for row in rows:
-        tokens, counts = np.unique(np.asarray(row.output_token_ids, dtype=np.int64), return_counts=True)
+        tokens, counts = np.unique(
+            np.asarray(row.output_token_ids, dtype=np.int64), return_counts=True
+        )
         only_prompt = np.setdiff1d(np.asarray(row.prompt_token_ids, dtype=np.int64), tokens)
         places.append(row.row * vocab_size + np.concatenate((tokens, only_prompt)))
         penalties.append(np.zeros((2, len(places[-1])), dtype=np.float32))
         penalties[-1][0] = row.repetition
         penalties[-1][1, : len(tokens)] = row.frequency * counts + row.presence
-    bias = {row.row * vocab_size + t: b for row in rows for t, b in row.bias.items() if 0 <= t < vocab_size}
+    bias = {
+        row.row * vocab_size + t: b
+        for row in rows
+        for t, b in row.bias.items()
+        if 0 <= t < vocab_size
+    }
     limited = [row for row in rows if row.allowed_token_ids]
-    allowed = (row.row * vocab_size + np.array(row.allowed_token_ids, dtype=np.int64) for row in limited)
+    allowed = (
+        row.row * vocab_size + np.array(row.allowed_token_ids, dtype=np.int64) for row in limited
+    )
     return [
         *(np.concatenate(places), np.concatenate(penalties, axis=1)),
         *(np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)),
-        *(np.concatenate((nowhere, *allowed)), np.array([row.row for row in limited], dtype=np.int64)),
+        *(
+            np.concatenate((nowhere, *allowed)),
+            np.array([row.row for row in limited], dtype=np.int64),
+        ),
     ]
 
 

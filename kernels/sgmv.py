@@ -105,9 +105,16 @@ def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -
     expect("ranks", tables.ranks, (slots, layers, modules), torch.int32, device)
     expect("scalings", tables.scalings, (slots, layers, modules), torch.float32, device)
     expect("tiles", tiles.numbers, (3, None), torch.int32, device)
-    expect_that("tiles", tiles.numbers.is_contiguous(), "contiguous elements", tiles.numbers.stride())
+    expect_that(
+        "tiles", tiles.numbers.is_contiguous(), "contiguous elements", tiles.numbers.stride()
+    )
     expect_that("x", x.stride(1) == 1, "rows of consecutive elements", x.stride())
-    expect_that("arena_elements", arena_elements.is_contiguous(), "one contiguous arena", arena_elements.stride())
+    expect_that(
+        "arena_elements",
+        arena_elements.is_contiguous(),
+        "one contiguous arena",
+        arena_elements.stride(),
+    )
     for name in ("offsets", "ranks", "scalings"):
         tensor = getattr(tables, name)
         expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
@@ -118,8 +125,12 @@ def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -
         f"consecutive indices below {modules}",
         site.modules,
     )
-    expect_that("site.widths", len(site.widths) == len(site.modules), "one width per module", site.widths)
-    expect_that("site.widths", len(site.widths) <= MAX_SLICES, f"at most {MAX_SLICES} slices", site.widths)
+    expect_that(
+        "site.widths", len(site.widths) == len(site.modules), "one width per module", site.widths
+    )
+    expect_that(
+        "site.widths", len(site.widths) <= MAX_SLICES, f"at most {MAX_SLICES} slices", site.widths
+    )
     if y is not None:
         expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, device)
         expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())

@@ -40,7 +40,9 @@ _BLOB_URL = re.compile(
     r"|(?!\w[\w+.-]+:).+",  # a folder; what looks like another scheme is none
     re.ASCII,
 )
-_SERVER_URL = re.compile(r"https?://(?:\[([\da-f.]*:[\da-f:.]*)\]|([\w.-]+))(?::(\d{1,5}))?", re.ASCII | re.IGNORECASE)
+_SERVER_URL = re.compile(
+    r"https?://(?:\[([\da-f.]*:[\da-f:.]*)\]|([\w.-]+))(?::(\d{1,5}))?", re.ASCII | re.IGNORECASE
+)
 """Groups: an IPv6 address, or else a name or an IPv4 address; a port."""
 
 
@@ -53,7 +55,9 @@ def _check_choices(section: str, settings: object, **choices: object) -> None:
     """Refuse what is not one of the strings of a literal type."""
     for name, type_ in choices.items():
         value, (*others, last) = getattr(settings, name), get_args(type_)
-        _require(value in (*others, last), f"{section}.{name}", f"{', '.join(others)} or {last}", value)
+        _require(
+            value in (*others, last), f"{section}.{name}", f"{', '.join(others)} or {last}", value
+        )
 
 
 def _check_bounds(section: str, settings: object, **bounds: tuple[float, float]) -> None:
@@ -61,7 +65,12 @@ def _check_bounds(section: str, settings: object, **bounds: tuple[float, float])
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         expected = f">= {low}" if high == math.inf else f"{low} to {high}"
-        _require(value is None or (low <= value <= high and value != math.inf), f"{section}.{name}", expected, value)
+        _require(
+            value is None or (low <= value <= high and value != math.inf),
+            f"{section}.{name}",
+            expected,
+            value,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +111,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", "a folder or hub id", self.path)
-        _check_choices("model", self, device=Device, dtype=Dtype, weights=Weights, attention=Attention)
+        _check_choices(
+            "model", self, device=Device, dtype=Dtype, weights=Weights, attention=Attention
+        )
         _check_bounds("model", self, max_model_len=(1, math.inf), threads=(0, 1024))
 
 
@@ -157,11 +168,21 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         is_rank = 8 <= self.max_rank <= MAX_RANK_LIMIT and self.max_rank % 8 == 0
-        _require(is_rank, "adapter.max_rank", f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}", self.max_rank)
+        _require(
+            is_rank,
+            "adapter.max_rank",
+            f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}",
+            self.max_rank,
+        )
         _check_bounds("adapter", self, slots=(1, MAX_SLOTS), load_threads=(1, 64))
         _check_bounds("adapter", self, load_share=(0.01, 1), push_gib=(0, 4096))
         for root in self.roots:
-            _require(root.is_absolute(), "adapter.load_roots", "absolute folders, separated by commas", str(root))
+            _require(
+                root.is_absolute(),
+                "adapter.load_roots",
+                "absolute folders, separated by commas",
+                str(root),
+            )
 
     @property
     def roots(self) -> list[Path]:
@@ -202,7 +223,13 @@ class SchedulerConfig:
     GPU and off for a CPU, where both would take turns."""
 
     def __post_init__(self) -> None:
-        _check_bounds("scheduler", self, max_running=(1, 4096), max_waiting=(1, 1 << 20), max_wait_s=(0.1, 3600))
+        _check_bounds(
+            "scheduler",
+            self,
+            max_running=(1, 4096),
+            max_waiting=(1, 1 << 20),
+            max_wait_s=(0.1, 3600),
+        )
         _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.1, 100))
         _check_choices("scheduler", self, policy=Policy, inner=Inner, overlap=Overlap)
         holds_all = self.step_tokens is None or self.max_running <= self.step_tokens <= 1 << 20
@@ -250,19 +277,36 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.host), "server.host", "an address", self.host)
-        _check_bounds("server", self, port=(0, 65535), metrics_port=(0, 65535), max_choices=(1, 4096))
-        _check_bounds("server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf))
-        _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024), drain_s=(0, math.inf))
+        _check_bounds(
+            "server", self, port=(0, 65535), metrics_port=(0, 65535), max_choices=(1, 4096)
+        )
+        _check_bounds(
+            "server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf)
+        )
+        _check_bounds(
+            "server", self, max_logprobs=(0, 100), max_stops=(1, 1024), drain_s=(0, math.inf)
+        )
         _check_choices("server", self, role=ServerRole, auth=Auth, metrics_aliases=MetricsAliases)
         url, is_everywhere = self.advertised_url, self.host in ("0.0.0.0", "::")  # noqa: S104 - refused
-        is_own = _is_server_url(url) if url is not None else not (is_everywhere and self.role == "replica")
+        is_own = (
+            _is_server_url(url)
+            if url is not None
+            else not (is_everywhere and self.role == "replica")
+        )
         own = "set to this server's own address, such as http://10.0.0.7:8000 or http://[fd00::7]:8000"
         _require(is_own, "server.advertised_url", own, url and re.sub(".*@", "...@", url))
         for origin in self.allowed_origins:
             is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s*]+", origin) is not None
-            _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)
+            _require(
+                is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin
+            )
         is_safe = self.auth == "on" or is_loopback(self.host)
-        _require(is_safe, "server.auth", f"on when server.host is not a loopback address ({self.host})", self.auth)
+        _require(
+            is_safe,
+            "server.auth",
+            f"on when server.host is not a loopback address ({self.host})",
+            self.auth,
+        )
 
     @property
     def allowed_origins(self) -> list[str]:
@@ -308,7 +352,9 @@ class RegistryConfig:
             return data_dir / "blob-cache"
         if not self.blob_url:
             return data_dir / "blobs"
-        return Path(unquote(self.blob_url[7:]) if self.blob_url.startswith("file://") else self.blob_url)
+        return Path(
+            unquote(self.blob_url[7:]) if self.blob_url.startswith("file://") else self.blob_url
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +382,12 @@ class TenantDefaults:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            _require(value is None or 0 <= value < 1 << 63, f"tenant_defaults.{name}", "null or >= 0", value)
+            _require(
+                value is None or 0 <= value < 1 << 63,
+                f"tenant_defaults.{name}",
+                "null or >= 0",
+                value,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

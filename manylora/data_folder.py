@@ -25,7 +25,9 @@ def prepare_folder(folder: Path) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        message = f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir."
+        message = (
+            f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir."
+        )
         raise ConfigError(message, param="server.data_dir") from error
 
 
@@ -53,7 +55,9 @@ def read_pepper(data_dir: Path, pepper: str | None, *, has_keys: bool) -> bytes:
     try:
         found = bytes.fromhex(kept_secret(path, secrets.token_hex(32)))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read or made: {error.strerror}.", param="server.data_dir") from error
+        raise ConfigError(
+            f"{path} cannot be read or made: {error.strerror}.", param="server.data_dir"
+        ) from error
     except ValueError:
         found = b""
     if len(found) < MIN_PEPPER_BYTES:

@@ -143,7 +143,9 @@ class RateLimitError(RequestError):
 
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
@@ -179,7 +181,9 @@ class AdapterError(ManyloraError):
 
     code = "adapter_invalid"
 
-    def __init__(self, message: str, *, hint: str = "", findings: Sequence[Finding] = (), **named: str | None) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", findings: Sequence[Finding] = (), **named: str | None
+    ) -> None:
         super().__init__(f"{message} {hint}" if hint else message, **named)
         self.finding = Finding(self.code, message, self.param, hint)
         self.findings = tuple(findings)
@@ -188,7 +192,9 @@ class AdapterError(ManyloraError):
     def of(cls, findings: Sequence[Finding]) -> Self:
         """The error that says the first of these, and carries them all."""
         first = findings[0]
-        return cls(first.message, code=first.code, param=first.param, hint=first.hint, findings=findings)
+        return cls(
+            first.message, code=first.code, param=first.param, hint=first.hint, findings=findings
+        )
 
 
 class AdapterFormatError(AdapterError):
@@ -236,7 +242,9 @@ class ReplicaLostError(CapacityError):
 
     code = "replica_lost"
 
-    def __init__(self, message: str = "The replica that computed the answer is gone; send the request again.") -> None:
+    def __init__(
+        self, message: str = "The replica that computed the answer is gone; send the request again."
+    ) -> None:
         super().__init__(message)
 
 
@@ -291,5 +299,7 @@ class ClientError(ManyloraError):
         self.findings = tuple(findings)
 
     def __str__(self) -> str:
-        others = "".join(f"\n{finding['message']} {finding['hint']}" for finding in self.findings[1:])
+        others = "".join(
+            f"\n{finding['message']} {finding['hint']}" for finding in self.findings[1:]
+        )
         return f"{self.message} {self.hint}".rstrip() + others

@@ -71,7 +71,9 @@ def loads(raw: bytes | str) -> Any:  # noqa: ANN401 - whatever the document hold
         JsonRefusedError: It is not such a document (or TooDeepError, DuplicateKeyError).
     """
     try:
-        found = orjson.loads(raw)  # strict about Unicode and numbers, but silent about duplicate keys
+        found = orjson.loads(
+            raw
+        )  # strict about Unicode and numbers, but silent about duplicate keys
         _check_levels(found)
         return json.loads(raw, object_pairs_hook=_unique)
     except RecursionError:
@@ -79,7 +81,9 @@ def loads(raw: bytes | str) -> Any:  # noqa: ANN401 - whatever the document hold
     except orjson.JSONDecodeError as error:
         if "depth" in error.msg:
             raise TooDeepError(f"nested more than {MAX_DEPTH} levels deep") from None
-        reason = next((ours for theirs, ours in _REASONS.items() if theirs in error.msg), "unexpected text")
+        reason = next(
+            (ours for theirs, ours in _REASONS.items() if theirs in error.msg), "unexpected text"
+        )
         raise JsonRefusedError(f"{reason} at character {error.pos}") from None
 
 
@@ -89,7 +93,9 @@ def _check_levels(value: object) -> None:
         depth += 1
         if depth > MAX_DEPTH:
             raise TooDeepError(f"nested more than {MAX_DEPTH} levels deep")
-        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            child for each in level for child in (each.values() if isinstance(each, dict) else each)
+        ]
 
 
 def parse(raw: bytes, max_depth: int) -> object:
@@ -109,7 +115,11 @@ def parse(raw: bytes, max_depth: int) -> object:
     try:
         text = raw.decode("utf-8")
         return json.loads(
-            text, object_pairs_hook=_unique, parse_int=_bounded_int, parse_float=_bounded_float, parse_constant=float
+            text,
+            object_pairs_hook=_unique,
+            parse_int=_bounded_int,
+            parse_float=_bounded_float,
+            parse_constant=float,
         )
     except UnicodeDecodeError:
         raise JsonRefusedError("not UTF-8") from None

@@ -25,7 +25,9 @@ def is_device_lost(error: Exception) -> bool:
     """Whether an error says that the device failed for good: every later call of it in this process fails too."""
     if any(words in str(error) for words in OUT_OF_MEMORY):
         return False
-    return isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in DEVICE_LOST)
+    return isinstance(error, torch.AcceleratorError) or any(
+        words in str(error) for words in DEVICE_LOST
+    )
 
 
 class Arena:
@@ -41,9 +43,13 @@ class Arena:
         ValueError: If `dtype` and `geometry` disagree.
     """
 
-    def __init__(self, geometry: PageGeometry, num_pages: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, geometry: PageGeometry, num_pages: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         if dtype.itemsize != geometry.dtype_bytes:
-            raise ValueError(f"{dtype} has {dtype.itemsize} bytes, the geometry says {geometry.dtype_bytes}")
+            raise ValueError(
+                f"{dtype} has {dtype.itemsize} bytes, the geometry says {geometry.dtype_bytes}"
+            )
         self.geometry = geometry
         self.num_pages = num_pages
         self.device = device
@@ -81,7 +87,9 @@ class Arena:
         k, v = self._planes(self.bytes.view(torch.float32), layer, start, 1)
         return k[..., 0], v[..., 0]
 
-    def _planes(self, elements: torch.Tensor, layer: int, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _planes(
+        self, elements: torch.Tensor, layer: int, start: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [num_pages, num_kv_heads, page_tokens, width] for keys and values of a layer.
 
         Args:
@@ -96,7 +104,9 @@ class Arena:
         shape = (self.num_pages, geometry.num_kv_heads, geometry.page_tokens, width)
         strides = (elements.stride(0), head, width, 1)
         start += (layer % geometry.layers_per_group) * 2 * plane
-        return elements.as_strided(shape, strides, start), elements.as_strided(shape, strides, start + plane)
+        return elements.as_strided(shape, strides, start), elements.as_strided(
+            shape, strides, start + plane
+        )
 
     def zero(self, pages: Sequence[int]) -> None:
         """Fill pages with zeros."""
@@ -157,7 +167,9 @@ class PageCopier:
     def __init__(self, arena: Arena, pause: Callable[[], None] = lambda: None) -> None:
         self._arena = arena
         self._pause = pause
-        self.pages_at_once = BYTES_AT_ONCE // arena.geometry.page_bytes if arena.device.type == "cpu" else 0
+        self.pages_at_once = (
+            BYTES_AT_ONCE // arena.geometry.page_bytes if arena.device.type == "cpu" else 0
+        )
         """Pages that the engine's thread may copy between two steps."""
         self._stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -175,7 +187,9 @@ class PageCopier:
         for source, page in zip(sources, pages, strict=True):
             self._arena.bytes[page].copy_(source)
 
-    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
+    def copy(
+        self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None
+    ) -> None:
         """Overwrite arena pages, and return when the bytes are there.
 
         Args:

@@ -57,5 +57,7 @@ class BlockTable:
 
     def by_block(self, first: int = 0, end: int | None = None) -> list[int]:
         """Pages of the blocks from `first` up to `end`: one per layer group of the first, then of the next."""
-        pages: list[int] = self._room[:, first : self.num_blocks if end is None else end].T.reshape(-1).tolist()
+        pages: list[int] = (
+            self._room[:, first : self.num_blocks if end is None else end].T.reshape(-1).tolist()
+        )
         return pages

@@ -48,7 +48,9 @@ class UseCount:
 
     def note(self, now_s: float, weight: float = 1.0, at_least: float = 0.0) -> None:
         """Count a use; with a weight of 0 it was counted before, and only the time is noted. Never below `at_least`."""
-        self.value = max(weight + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S), at_least)
+        self.value = max(
+            weight + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S), at_least
+        )
         self.last_s = now_s
 
     def lift(self, other: UseCount) -> None:
@@ -137,7 +139,9 @@ class Evictor:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, pool: PagePool, policy: Lru, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pool: PagePool, policy: Lru, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pool = pool
         self._policy = policy
         self._clock = clock
@@ -189,7 +193,9 @@ class Evictor:
     def first(self, items: Iterable[Evictable]) -> Evictable | None:
         """Of some items, the one that goes first; None when none of them can go now."""
         known = (self._offered.get(id(item)) for item in items)
-        entries = [offer[0] for offer in known if offer is not None and self._is_free_at_once(offer[0][4])]
+        entries = [
+            offer[0] for offer in known if offer is not None and self._is_free_at_once(offer[0][4])
+        ]
         return min(entries)[4] if entries else None
 
     def make_room(self, num_free: int, also: Evictable | None = None) -> bool:
@@ -209,7 +215,9 @@ class Evictor:
         if also is not None:
             self._evict(self._offered[id(also)][0])
         for index, entry in enumerate(victims):
-            if self._pool.num_free >= num_free:  # more went with those before than they have themselves
+            if (
+                self._pool.num_free >= num_free
+            ):  # more went with those before than they have themselves
                 for spared in victims[index:]:
                     heapq.heappush(self._heap, spared)
                 break
@@ -230,9 +238,13 @@ class Evictor:
             )
         offered = [(entry[4], pages) for entry, pages in self._offered.values()]
         if any(item.num_pages != pages for item, pages in offered):
-            raise PageAccountingError("something that can be evicted has other pages than when it was offered")
+            raise PageAccountingError(
+                "something that can be evicted has other pages than when it was offered"
+            )
         if sum(pages for _, pages in offered) != self.num_evictable:
-            raise PageAccountingError(f"{self.num_evictable} pages are said to be evictable, offered are {offered}")
+            raise PageAccountingError(
+                f"{self.num_evictable} pages are said to be evictable, offered are {offered}"
+            )
 
     def _choose(self, lacking: int, also: Evictable | None) -> list[_Entry] | None:
         """The entries that go, taken off the heap; None, and nothing taken, when they are too few."""

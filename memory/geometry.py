@@ -95,13 +95,18 @@ def page_geometry(
     largest_group_bytes = GROUP_ROWS * row_pitch_bytes(largest_row_features, dtype_bytes)
 
     num_groups = 1
-    while -(-num_layers // num_groups) * layer_token_bytes * 16 > MAX_PAGE_BYTES and num_groups < num_layers:
+    while (
+        -(-num_layers // num_groups) * layer_token_bytes * 16 > MAX_PAGE_BYTES
+        and num_groups < num_layers
+    ):
         num_groups *= 2
     layers_per_group = -(-num_layers // num_groups)
     token_bytes = layers_per_group * layer_token_bytes
 
     page_tokens = next((t for t in PAGE_TOKEN_CHOICES if t * token_bytes >= MIN_PAGE_BYTES), 16)
-    while page_tokens * token_bytes < largest_group_bytes or page_tokens * token_bytes % PITCH_BYTES:
+    while (
+        page_tokens * token_bytes < largest_group_bytes or page_tokens * token_bytes % PITCH_BYTES
+    ):
         page_tokens *= 2
     page_bytes = page_tokens * token_bytes
     if is_kv_int8:

@@ -103,7 +103,9 @@ def _pin(owner: HostSlab, address: int, size: int) -> Callable[[], object]:
 
     def unregister() -> None:
         status = cudart.cudaHostUnregister(address)
-        if int(status) != 0:  # where the device is lost; the system frees the memory when the process ends
+        if (
+            int(status) != 0
+        ):  # where the device is lost; the system frees the memory when the process ends
             logger.warning("host memory stays page-locked: %s", cudart.cudaGetErrorString(status))
 
     return weakref.finalize(owner, unregister)
@@ -145,7 +147,11 @@ class SwapSpace:
     def counts(self) -> dict[str, int]:
         """Pages of the whole slab by kind: free, adapter, kv."""
         num_free = self._slab.num_free
-        return {"free": num_free, "adapter": self._slab.num_pages - num_free - self.num_used, "kv": self.num_used}
+        return {
+            "free": num_free,
+            "adapter": self._slab.num_pages - num_free - self.num_used,
+            "kv": self.num_used,
+        }
 
     def free(self, pages: Sequence[int]) -> None:
         """Free host pages that no copy reads or writes any more."""

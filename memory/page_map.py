@@ -51,7 +51,8 @@ def page_map(pool: PagePool, max_cells: int = MAX_CELLS) -> PageMap:
     return PageMap(
         pages_per_cell=pages_per_cell,
         uses=[
-            PageUse(kind=PAGE_STATES[use % _NUM_STATES], owner=use // _NUM_STATES + NO_OWNER) for use in kinds.tolist()
+            PageUse(kind=PAGE_STATES[use % _NUM_STATES], owner=use // _NUM_STATES + NO_OWNER)
+            for use in kinds.tolist()
         ],
         runs=list(zip(lengths.tolist(), indices.tolist(), strict=True)),
     )
@@ -64,7 +65,9 @@ def _cells(
     num_cells = -(-len(states) // pages_per_cell)
     padded = np.full(num_cells * pages_per_cell, _PADDING, np.uint8)
     padded[: len(states)] = states
-    cells = np.ascontiguousarray(padded.reshape(num_cells, pages_per_cell).T)  # sums over rows are fast
+    cells = np.ascontiguousarray(
+        padded.reshape(num_cells, pages_per_cell).T
+    )  # sums over rows are fast
     counts = np.stack([(cells == code).sum(axis=0, dtype=np.int32) for code in range(_NUM_STATES)])
     most = counts.argmax(axis=0).astype(np.uint8)
     first = (cells == most).argmax(axis=0) + np.arange(num_cells) * pages_per_cell

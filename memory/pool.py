@@ -62,7 +62,11 @@ class PagePool:
         self._states = bytearray(num_pages)
         """By page, an index of `PAGE_STATES`."""
         self._owners = array("i", [NO_OWNER]) * num_pages
-        self._counts: dict[str, int] = {"free": self.capacity, **dict.fromkeys(PAGE_KINDS, 0), "quarantine": 0}
+        self._counts: dict[str, int] = {
+            "free": self.capacity,
+            **dict.fromkeys(PAGE_KINDS, 0),
+            "quarantine": 0,
+        }
         self._quarantine: list[tuple[int, int, list[int]]] = []
         self._quarantine_entries = 0
         self.completed_step = 0
@@ -118,7 +122,9 @@ class PagePool:
         split = len(self._free) - count
         pages = self._free[split:][::-1]
         del self._free[split:]
-        if self._on_first_use is not None and (unused := [page for page in pages if page >= self._first_unused]):
+        if self._on_first_use is not None and (
+            unused := [page for page in pages if page >= self._first_unused]
+        ):
             self._first_unused = unused[-1] + 1
             self._on_first_use(unused)
         code = _CODES[kind]
@@ -177,9 +183,13 @@ class PagePool:
         states = self._states[self.first_page :]
         for name, pages in (("free", self._free), ("quarantine", quarantined)):
             listed = set(pages)
-            marked = {page for page, code in enumerate(states, self.first_page) if code == _CODES[name]}
+            marked = {
+                page for page, code in enumerate(states, self.first_page) if code == _CODES[name]
+            }
             if len(listed) != len(pages) or listed != marked:
-                raise PageAccountingError(f"the {name} list has {len(pages)} entries for {len(marked)} pages")
+                raise PageAccountingError(
+                    f"the {name} list has {len(pages)} entries for {len(marked)} pages"
+                )
         actual = {state: states.count(code) for state, code in _CODES.items()}
         if actual != self._counts:
             raise PageAccountingError(f"page counters are {self._counts}, pages say {actual}")

@@ -109,7 +109,11 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pool: PagePool, evictor: Evictor, block_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: PagePool,
+        evictor: Evictor,
+        block_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._evictor = evictor
@@ -127,7 +131,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, chain: TokenChain, max_blocks: int, known: Sequence[PrefixBlock] = ()) -> list[PrefixBlock]:
+    def find(
+        self, chain: TokenChain, max_blocks: int, known: Sequence[PrefixBlock] = ()
+    ) -> list[PrefixBlock]:
         """The longest cached beginning of a chain, at most `max_blocks` blocks. Takes no reference.
 
         Names are trusted only as far as the tokens behind them are the same.
@@ -180,7 +186,12 @@ class PrefixCache:
                 self._evictor.offer(block)
 
     def publish(
-        self, chain: TokenChain, index: int, pages: Sequence[int], parent: PrefixBlock | None, group: str | None
+        self,
+        chain: TokenChain,
+        index: int,
+        pages: Sequence[int],
+        parent: PrefixBlock | None,
+        group: str | None,
     ) -> PrefixBlock | None:
         """Offer a full block to others; the caller holds the result, which counts as a use.
 
@@ -200,7 +211,13 @@ class PrefixCache:
         if block is None:
             depth = 0 if parent is None else parent.depth + 1
             block = PrefixBlock(
-                cache=self, digest=digest, tokens=tokens, pages=list(pages), parent=parent, group=group, depth=depth
+                cache=self,
+                digest=digest,
+                tokens=tokens,
+                pages=list(pages),
+                parent=parent,
+                group=group,
+                depth=depth,
             )
             self._pool.change_kind(pages, "prefix")
             self._blocks[digest] = block
@@ -226,7 +243,9 @@ class PrefixCache:
         """
         blocks = self._groups.get(group, {})
         if any(block.refs for block in blocks):
-            raise PageAccountingError("an adapter leaves the device while requests hold its cached blocks")
+            raise PageAccountingError(
+                "an adapter leaves the device while requests hold its cached blocks"
+            )
         for block in sorted(blocks, key=lambda block: -block.depth):
             self._evictor.take(block)
 
@@ -260,7 +279,10 @@ class PrefixCache:
 
     def groups(self) -> dict[str | None, int]:
         """Cached pages by group."""
-        return {group: sum(block.num_pages for block in blocks) for group, blocks in self._groups.items()}
+        return {
+            group: sum(block.num_pages for block in blocks)
+            for group, blocks in self._groups.items()
+        }
 
     def check(self, holders: Iterable[Sequence[PrefixBlock]]) -> None:
         """Verify that references are those of the holders, and pages those of the pool.
@@ -285,21 +307,31 @@ class PrefixCache:
             self._check_block(block, refs[block])
         pages = [page for block in cached for page in block.pages]
         if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["prefix"]:
-            raise PageAccountingError(f"cached blocks have {len(pages)} pages, the pool says {self._pool.counts()}")
+            raise PageAccountingError(
+                f"cached blocks have {len(pages)} pages, the pool says {self._pool.counts()}"
+            )
 
     def _check_block(self, block: PrefixBlock, num_holders: int) -> None:
         if block.refs != num_holders:
-            raise PageAccountingError(f"a cached block has {block.refs} references and {num_holders} holders")
+            raise PageAccountingError(
+                f"a cached block has {block.refs} references and {num_holders} holders"
+            )
         if block.parent is not None and (
-            self._blocks.get(block.parent.digest) is not block.parent or block not in block.parent.children
+            self._blocks.get(block.parent.digest) is not block.parent
+            or block not in block.parent.children
         ):
             raise PageAccountingError("a cached block has lost the one before it")
-        if any(child.parent is not block or self._blocks.get(child.digest) is not child for child in block.children):
+        if any(
+            child.parent is not block or self._blocks.get(child.digest) is not child
+            for child in block.children
+        ):
             raise PageAccountingError("a cached block goes on in one that is not cached")
         if block not in self._groups.get(block.group, ()):
             raise PageAccountingError("a cached block is not in its group")
         if (block.refs == 0) != (block in self._evictor):
-            raise PageAccountingError(f"a cached block with {block.refs} holders is offered, or one with none is not")
+            raise PageAccountingError(
+                f"a cached block with {block.refs} holders is offered, or one with none is not"
+            )
 
 
 def _blocks_after(block: PrefixBlock) -> list[PrefixBlock]:

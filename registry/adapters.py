@@ -70,7 +70,9 @@ class Adapters(Transactions):
             owner = await session.get(TenantRow, tenant_id)
             if owner is None:
                 raise names.no_such("tenant", tenant_id)
-            own = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
+            own = select(AdapterRow).where(
+                AdapterRow.tenant_id == tenant_id, AdapterRow.name == name
+            )
             row = await session.scalar(own)
             if row is None:
                 row = AdapterRow(
@@ -85,14 +87,23 @@ class Adapters(Transactions):
                 )
                 session.add(row)
             if description is not None:
-                row.description = names.check_text(description, "description", names.MAX_DESCRIPTION)
-            same = select(VersionRow).where(VersionRow.adapter_id == row.id, VersionRow.digest == facts.digest)
+                row.description = names.check_text(
+                    description, "description", names.MAX_DESCRIPTION
+                )
+            same = select(VersionRow).where(
+                VersionRow.adapter_id == row.id, VersionRow.digest == facts.digest
+            )
             version = await session.scalar(same)
             is_new = version is None
             if version is None:
                 values = {field.name: getattr(facts, field.name) for field in fields(VersionFacts)}
-                values |= {"spec": facts.spec.canonical(), "target_modules": list(facts.target_modules)}
-                version = VersionRow(adapter_id=row.id, version=row.next_version, created_at=now, **values)
+                values |= {
+                    "spec": facts.spec.canonical(),
+                    "target_modules": list(facts.target_modules),
+                }
+                version = VersionRow(
+                    adapter_id=row.id, version=row.next_version, created_at=now, **values
+                )
                 row.next_version += 1
                 session.add(version)
             await session.flush()
@@ -104,15 +115,21 @@ class Adapters(Transactions):
             adapter = replace(adapter, current=_version(version))
             detail = {"digest": version.digest, "activate": activate}
             target = f"{name}@{version.version}"
-            audit.add(session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail)
+            audit.add(
+                session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail
+            )
             made = Publication(session, adapter, is_new, now, removed)
             yield made
             if not made.is_checked:
                 await made.check_limits()
 
-    async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:
+    async def list_adapters(
+        self, tenant_id: str, after: str | None = None, limit: int = 100
+    ) -> Page[Adapter]:
         """A tenant's own adapters by name; those after the name `after`."""
-        statement = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
+        statement = (
+            select(AdapterRow).where(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
+        )
         if after is not None:
             statement = statement.where(AdapterRow.name > names.check_text(after, "after", 63))
         return await self._page(statement, limit, lambda adapter: adapter.name)
@@ -124,11 +141,15 @@ class Adapters(Transactions):
         if after is not None:
             tenant, _, name = names.check_text(after, "after", 127).partition("/")
             statement = statement.where(tuple_(*order) > tuple_(tenant, name))
-        return await self._page(statement, limit, lambda adapter: f"{adapter.tenant}/{adapter.name}")
+        return await self._page(
+            statement, limit, lambda adapter: f"{adapter.tenant}/{adapter.name}"
+        )
 
     async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
         """What others let this tenant call, by owner and name: an adapter, with the version if one alone is granted."""
-        is_granted = and_(VersionRow.adapter_id == AdapterRow.id, VersionRow.version == GrantRow.version)
+        is_granted = and_(
+            VersionRow.adapter_id == AdapterRow.id, VersionRow.version == GrantRow.version
+        )
         is_there = or_(GrantRow.version == names.EVERY_VERSION, VersionRow.version.is_not(None))
         statement = (
             select(AdapterRow, VersionRow)
@@ -143,7 +164,10 @@ class Adapters(Transactions):
             adapters = list(dict.fromkeys(row for row, _ in rows))
             # Others decide how much they grant: the number of queries must not grow with it.
             for start in range(0, len(adapters), CHUNK):
-                known |= {adapter.id: adapter for adapter in await _records(session, adapters[start : start + CHUNK])}
+                known |= {
+                    adapter.id: adapter
+                    for adapter in await _records(session, adapters[start : start + CHUNK])
+                }
         return tuple(
             (known[row.id], None)
             if version is None
@@ -166,11 +190,15 @@ class Adapters(Transactions):
         async with self.database.read() as session:
             found = await session.scalars(select(AdapterRow).where(AdapterRow.pinned_copies > 0))
             for adapter in await _records(session, found.all()):
-                for version in set(adapter.aliases.get(names.DEFAULT_ALIAS, ())) - {adapter.current.version}:
+                for version in set(adapter.aliases.get(names.DEFAULT_ALIAS, ())) - {
+                    adapter.current.version
+                }:
                     row = await session.get(VersionRow, (adapter.id, version))
                     pinned += [replace(adapter, current=_version(row))] if row is not None else []
                 pinned.append(adapter)
-        return tuple(sorted(pinned, key=lambda adapter: (adapter.current.created_at, adapter.current.digest)))
+        return tuple(
+            sorted(pinned, key=lambda adapter: (adapter.current.created_at, adapter.current.digest))
+        )
 
     async def version_names(self, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """All tenants' versions with these digests as `tenant/name@version`, by digest. For admins only."""
@@ -218,13 +246,23 @@ class Adapters(Transactions):
         async with self._change(self.resolved) as session:
             row = await own_row(session, tenant_id, name)
             if description is not None:
-                row.description = names.check_text(description, "description", names.MAX_DESCRIPTION)
+                row.description = names.check_text(
+                    description, "description", names.MAX_DESCRIPTION
+                )
             if pinned_copies is not None:
                 row.pinned_copies = pinned_copies
             await names.point_aliases(session, row.id, aliases or {})
             await session.flush()
             detail = {"pinned_copies": pinned_copies, "aliases": dict(aliases) if aliases else None}
-            audit.add(session, self.clock(), actor, "adapter.update", tenant=row.tenant, target=name, **detail)
+            audit.add(
+                session,
+                self.clock(),
+                actor,
+                "adapter.update",
+                tenant=row.tenant,
+                target=name,
+                **detail,
+            )
             return (await _records(session, [row]))[0]
 
     async def delete_adapter(
@@ -243,13 +281,21 @@ class Adapters(Transactions):
         """
         async with self._change(self.resolved) as session:
             row = await own_row(session, tenant_id, name)
-            versions = set(await session.scalars(select(VersionRow.version).where(VersionRow.adapter_id == row.id)))
+            versions = set(
+                await session.scalars(
+                    select(VersionRow.version).where(VersionRow.adapter_id == row.id)
+                )
+            )
             if version is not None and version not in versions:
                 raise names.no_such("version", f"{name}@{version}")
             target = name if version is None else f"{name}@{version}"
-            audit.add(session, self.clock(), actor, "adapter.delete", tenant=row.tenant, target=target)
+            audit.add(
+                session, self.clock(), actor, "adapter.delete", tenant=row.tenant, target=target
+            )
             own = VersionRow.adapter_id == row.id
-            return await remove_versions(session, own if version is None else and_(own, VersionRow.version == version))
+            return await remove_versions(
+                session, own if version is None else and_(own, VersionRow.version == version)
+            )
 
     async def unreferenced(self, weights: Iterable[str]) -> frozenset[str]:
         """Those of the blobs (64 hex digits) that nothing refers to now."""
@@ -265,7 +311,9 @@ class Adapters(Transactions):
         async with self.database.write() as session:
             yield await unreferenced_blobs(session, weights)
 
-    async def resolve(self, tenant_id: str, selector: str, sticky: str = "") -> tuple[AdapterIdentity, AdapterVersion]:
+    async def resolve(
+        self, tenant_id: str, selector: str, sticky: str = ""
+    ) -> tuple[AdapterIdentity, AdapterVersion]:
         """The adapter version that a caller of this tenant means.
 
         Args:
@@ -277,19 +325,30 @@ class Adapters(Transactions):
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
         """
         parsed = names.parse_selector(selector)
-        meant = self.resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
+        meant = self.resolved.ask(
+            (tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed)
+        )
         adapter, choices = await meant
         return adapter, names.pick(choices, sticky)
 
     async def _resolve(self, tenant_id: str, text: str, selector: names.Selector) -> Resolution:
         statement = names.meant_by(selector.by, is_own=selector.tenant is None)
-        values = {"name": selector.name, "caller": tenant_id, "owner": selector.tenant, "by": selector.value}
+        values = {
+            "name": selector.name,
+            "caller": tenant_id,
+            "owner": selector.tenant,
+            "by": selector.value,
+        }
         found = await self.database.rows(statement, values)
         if not found:
             raise names.model_not_found(text)
-        return to_record(AdapterIdentity, found[0][0]), [(_version(version), weight) for _, version, weight in found]
+        return to_record(AdapterIdentity, found[0][0]), [
+            (_version(version), weight) for _, version, weight in found
+        ]
 
-    async def _page(self, statement: Select[AdapterRow], limit: int, cursor: Callable[[Adapter], str]) -> Page[Adapter]:
+    async def _page(
+        self, statement: Select[AdapterRow], limit: int, cursor: Callable[[Adapter], str]
+    ) -> Page[Adapter]:
         """The first page of a listing."""
         async with self.database.read() as session:
             rows = await session.scalars(statement.limit(limit + 1))
@@ -313,17 +372,28 @@ async def _records(session: AsyncSession, adapters: Sequence[AdapterRow]) -> tup
     ids = [adapter.id for adapter in adapters]
     aliases = await names.read_aliases(session, ids)
     other = aliased(VersionRow)
-    latest = select(func.max(other.version)).where(other.adapter_id == VersionRow.adapter_id).correlate(VersionRow)
+    latest = (
+        select(func.max(other.version))
+        .where(other.adapter_id == VersionRow.adapter_id)
+        .correlate(VersionRow)
+    )
     plain_name = func.coalesce(names.main_version(names.DEFAULT_ALIAS), latest.scalar_subquery())
-    meant = select(VersionRow).where(VersionRow.adapter_id.in_(ids), VersionRow.version == plain_name)
+    meant = select(VersionRow).where(
+        VersionRow.adapter_id.in_(ids), VersionRow.version == plain_name
+    )
     current = {row.adapter_id: row for row in await session.scalars(meant)}
     return tuple(
-        to_record(Adapter, adapter, aliases=aliases[adapter.id], current=_version(current[adapter.id]))
+        to_record(
+            Adapter, adapter, aliases=aliases[adapter.id], current=_version(current[adapter.id])
+        )
         for adapter in adapters
     )
 
 
 def _version(row: VersionRow) -> AdapterVersion:
     return to_record(
-        AdapterVersion, row, spec=LoraSpec.from_canonical(row.spec), target_modules=tuple(row.target_modules)
+        AdapterVersion,
+        row,
+        spec=LoraSpec.from_canonical(row.spec),
+        target_modules=tuple(row.target_modules),
     )

@@ -16,11 +16,27 @@ ADMIN = "admin"
 
 
 def add(
-    session: AsyncSession, now: datetime, actor: str, action: str, *, tenant: str, target: str, **detail: object
+    session: AsyncSession,
+    now: datetime,
+    actor: str,
+    action: str,
+    *,
+    tenant: str,
+    target: str,
+    **detail: object,
 ) -> None:
     """Write an entry. `detail` takes JSON values; None is left out."""
     told = {name: value for name, value in detail.items() if value is not None}
-    session.add(AuditRow(at=now, actor=storable(actor, 64), action=action, tenant=tenant, target=target, detail=told))
+    session.add(
+        AuditRow(
+            at=now,
+            actor=storable(actor, 64),
+            action=action,
+            tenant=tenant,
+            target=target,
+            detail=told,
+        )
+    )
 
 
 async def last_entry(database: Database) -> int:

@@ -46,7 +46,9 @@ class Files(Transactions):
         async with self.database.read() as session:
             return await _bytes_left(session, tenant_id, limits, self.clock(), needed=1)
 
-    async def add(self, file: FileRow, limits: BatchConfig, store: Callable[[], Awaitable[object]]) -> None:
+    async def add(
+        self, file: FileRow, limits: BatchConfig, store: Callable[[], Awaitable[object]]
+    ) -> None:
         """Keep a file. `store` makes its blob durable, last: a sweep deletes a blob that no row refers to.
 
         Raises:
@@ -67,7 +69,9 @@ class Files(Transactions):
         async with self.database.read() as session:
             return await file_row(session, tenant_id, file_id, self.clock())
 
-    async def list(self, tenant_id: str, purpose: str | None, after: str | None, limit: int) -> Page[FileRow]:
+    async def list(
+        self, tenant_id: str, purpose: str | None, after: str | None, limit: int
+    ) -> Page[FileRow]:
         """A tenant's files, newest first; those older than the one with the id `after`."""
         wanted = [FileRow.expires_at > to_seconds(self.clock())]
         if purpose is not None:
@@ -84,7 +88,9 @@ class Files(Transactions):
         """
         async with self.database.write() as session:
             row = await file_row(session, tenant_id, file_id, self.clock())
-            needed = select(BatchRow.id).where(BatchRow.input_file_id == row.id, BatchRow.status.in_(OPEN))
+            needed = select(BatchRow.id).where(
+                BatchRow.input_file_id == row.id, BatchRow.status.in_(OPEN)
+            )
             user = await session.scalar(needed.limit(1))
             if user is not None:
                 message = f"The batch {user} has not ended and needs this file: cancel it, or wait for its end."
@@ -97,7 +103,9 @@ class Files(Transactions):
         needed = select(BatchRow.input_file_id).where(BatchRow.status.in_(OPEN))
         old = (FileRow.expires_at <= to_seconds(self.clock()), FileRow.id.not_in(needed))
         async with self.database.write() as session:
-            return len((await session.scalars(delete(FileRow).where(*old).returning(FileRow.id))).all())
+            return len(
+                (await session.scalars(delete(FileRow).where(*old).returning(FileRow.id))).all()
+            )
 
 
 def new_file(
@@ -125,21 +133,35 @@ async def file_row(session: AsyncSession, tenant_id: str, file_id: str, now: dat
 
 
 async def newest_first(
-    session: AsyncSession, table: type[RowT], tenant_id: str, after: str | None, limit: int, *where: ColumnElement[bool]
+    session: AsyncSession,
+    table: type[RowT],
+    tenant_id: str,
+    after: str | None,
+    limit: int,
+    *where: ColumnElement[bool],
 ) -> Page[RowT]:
     """A tenant's rows whose ids begin with the time; those older than the one with the id `after`."""
-    own = select(table).where(table.tenant_id == tenant_id, *where).order_by(table.id.desc()).limit(limit + 1)
+    own = (
+        select(table)
+        .where(table.tenant_id == tenant_id, *where)
+        .order_by(table.id.desc())
+        .limit(limit + 1)
+    )
     if after is not None:
         own = own.where(table.id < check_text(after, "after", 64))
     return Page.of((await session.scalars(own)).all(), limit, lambda row: row.id)
 
 
-async def _bytes_left(session: AsyncSession, tenant_id: str, limits: BatchConfig, now: datetime, needed: int) -> int:
+async def _bytes_left(
+    session: AsyncSession, tenant_id: str, limits: BatchConfig, now: datetime, needed: int
+) -> int:
     own = (FileRow.tenant_id == tenant_id, FileRow.expires_at > to_seconds(now))
     sums = select(func.count(), func.coalesce(func.sum(FileRow.size_bytes), 0)).where(*own)
     count, size = (await session.execute(sums)).one()
     if count >= limits.max_files:
-        raise ForbiddenError(f"The tenant may have {limits.max_files} files; delete one first.", code="quota.files")
+        raise ForbiddenError(
+            f"The tenant may have {limits.max_files} files; delete one first.", code="quota.files"
+        )
     left = limits.max_stored_bytes - int(size)
     if left < needed:
         message = f"The tenant's files may have {limits.max_stored_bytes} bytes together; delete some first."
@@ -174,7 +196,12 @@ class Batches(Transactions):
     """The part of the registry that keeps all tenants' batches."""
 
     async def create(
-        self, tenant_id: str, key_id: str | None, input_file_id: str, endpoint: str, labels: Mapping[str, str]
+        self,
+        tenant_id: str,
+        key_id: str | None,
+        input_file_id: str,
+        endpoint: str,
+        labels: Mapping[str, str],
     ) -> BatchRow:
         """Ask for a batch; some server runs it.
 
@@ -189,7 +216,9 @@ class Batches(Transactions):
         async with self.database.write() as session:
             file = await file_row(session, tenant_id, input_file_id, now)
             if file.purpose != "batch":
-                raise InvalidRequestError("The file must have been made with the purpose batch.", param="input_file_id")
+                raise InvalidRequestError(
+                    "The file must have been made with the purpose batch.", param="input_file_id"
+                )
             is_open = (BatchRow.tenant_id == tenant_id, BatchRow.status.in_(OPEN))
             if (await session.scalar(select(func.count()).where(*is_open)) or 0) >= MAX_OPEN:
                 message = f"A tenant may have {MAX_OPEN} batches open; cancel one, or wait until one ends."
@@ -233,7 +262,9 @@ class Batches(Transactions):
             if row.status in ("validating", "in_progress"):
                 _enter(row, "cancelling", self.clock())
             elif row.status not in ("cancelling", "cancelled"):
-                raise ConflictError(f"The batch is {row.status}: it cannot be cancelled.", code="batch.ended")
+                raise ConflictError(
+                    f"The batch is {row.status}: it cannot be cancelled.", code="batch.ended"
+                )
             return row
 
     async def claim(self, owner: str) -> Sequence[BatchRow]:
@@ -245,20 +276,37 @@ class Batches(Transactions):
         now = to_seconds(self.clock())
         free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
         turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
-        due = select(BatchRow.id).where(*free).order_by(turn, BatchRow.owner != owner, BatchRow.id).limit(MAX_CLAIMED)
+        due = (
+            select(BatchRow.id)
+            .where(*free)
+            .order_by(turn, BatchRow.owner != owner, BatchRow.id)
+            .limit(MAX_CLAIMED)
+        )
         ids = [row.id for row in await self.database.rows(due)]
         if not ids:
             return ()
-        claimed = update(BatchRow).where(BatchRow.id.in_(ids), *free).values(owner=owner, lease_until=now + LEASE_S)
+        claimed = (
+            update(BatchRow)
+            .where(BatchRow.id.in_(ids), *free)
+            .values(owner=owner, lease_until=now + LEASE_S)
+        )
         async with self.database.write() as session:
             return (await session.scalars(claimed.returning(BatchRow))).all()
 
     async def release(self, owner: str) -> None:
         """Give up all batches of `owner`; the first server that claims them goes on."""
         async with self.database.write() as session:
-            await session.execute(update(BatchRow).where(BatchRow.owner == owner).values(owner="", lease_until=0))
+            await session.execute(
+                update(BatchRow).where(BatchRow.owner == owner).values(owner="", lease_until=0)
+            )
 
-    async def enter(self, batch_id: str, owner: str, status: str, **changes: Any) -> BatchRow | None:  # noqa: ANN401 - columns
+    async def enter(
+        self,
+        batch_id: str,
+        owner: str,
+        status: str,
+        **changes: Any,  # noqa: ANN401 - columns
+    ) -> BatchRow | None:
         """Let a batch go on to `status`, and change other columns of it.
 
         Returns:
@@ -270,7 +318,9 @@ class Batches(Transactions):
                 _enter(row, status, self.clock(), **changes)
             return row
 
-    async def add_results(self, owner: str, results: Sequence[LineResult]) -> frozenset[tuple[str, int]]:
+    async def add_results(
+        self, owner: str, results: Sequence[LineResult]
+    ) -> frozenset[tuple[str, int]]:
         """Write down results and their usage, those of lines that have none yet, in one transaction.
 
         Returns:
@@ -278,20 +328,33 @@ class Batches(Transactions):
         """
         written: set[tuple[str, int]] = set()
         async with self.database.write() as session:
-            new = insert_into(session, BatchResultRow).on_conflict_do_nothing().returning(BatchResultRow.line)
+            new = (
+                insert_into(session, BatchResultRow)
+                .on_conflict_do_nothing()
+                .returning(BatchResultRow.line)
+            )
             for batch_id in dict.fromkeys(result.batch_id for result in results):
                 row = await _own(session, batch_id, owner, ("in_progress", "cancelling"))
                 if row is None:
                     continue
-                of_lines = {result.line: result for result in results if result.batch_id == batch_id}
+                of_lines = {
+                    result.line: result for result in results if result.batch_id == batch_id
+                }
                 values = [
-                    {"batch_id": batch_id, "line": line, "is_error": result.is_error, "result": result.text}
+                    {
+                        "batch_id": batch_id,
+                        "line": line,
+                        "is_error": result.is_error,
+                        "result": result.text,
+                    }
                     for line, result in of_lines.items()
                 ]
                 added = [of_lines[line] for line in await session.scalars(new, values)]
                 row.failed += sum(result.is_error for result in added)
                 row.completed += sum(not result.is_error for result in added)
-                await usage.insert_events(session, [usage.checked_event(each.event) for each in added if each.event])
+                await usage.insert_events(
+                    session, [usage.checked_event(each.event) for each in added if each.event]
+                )
                 written.update((batch_id, result.line) for result in added)
         return frozenset(written)
 
@@ -302,11 +365,21 @@ class Batches(Transactions):
 
     async def results(self, batch_id: str, after: int, limit: int) -> Sequence[BatchResultRow]:
         """Results by line, those behind the line `after`."""
-        found = select(BatchResultRow).where(BatchResultRow.batch_id == batch_id, BatchResultRow.line > after)
-        return [row for (row,) in await self.database.rows(found.order_by(BatchResultRow.line).limit(limit))]
+        found = select(BatchResultRow).where(
+            BatchResultRow.batch_id == batch_id, BatchResultRow.line > after
+        )
+        return [
+            row
+            for (row,) in await self.database.rows(found.order_by(BatchResultRow.line).limit(limit))
+        ]
 
     async def end(
-        self, batch_id: str, owner: str, status: str, files: Mapping[str, FileRow], store: Callable[[], Awaitable[None]]
+        self,
+        batch_id: str,
+        owner: str,
+        status: str,
+        files: Mapping[str, FileRow],
+        store: Callable[[], Awaitable[None]],
     ) -> None:
         """Make files of the results. Nothing changes where the batch is not the owner's any more.
 
@@ -331,7 +404,9 @@ class Batches(Transactions):
         """Remove batches that ended long ago; returns how many."""
         old = (BatchRow.status.not_in(OPEN), BatchRow.created_at <= to_seconds(self.clock() - KEPT))
         async with self.database.write() as session:
-            return len((await session.scalars(delete(BatchRow).where(*old).returning(BatchRow.id))).all())
+            return len(
+                (await session.scalars(delete(BatchRow).where(*old).returning(BatchRow.id))).all()
+            )
 
 
 def _enter(row: BatchRow, status: str, now: datetime, **changes: Any) -> None:  # noqa: ANN401 - columns
@@ -346,6 +421,8 @@ async def _row(session: AsyncSession, tenant_id: str, batch_id: str) -> BatchRow
     return row
 
 
-async def _own(session: AsyncSession, batch_id: str, owner: str, statuses: Sequence[str]) -> BatchRow | None:
+async def _own(
+    session: AsyncSession, batch_id: str, owner: str, statuses: Sequence[str]
+) -> BatchRow | None:
     row = await session.get(BatchRow, batch_id)
     return row if row is not None and row.owner == owner and row.status in statuses else None

@@ -53,7 +53,9 @@ class Changes:
         monotonic: Seconds that never jump.
     """
 
-    def __init__(self, last_change: Callable[[], Awaitable[int]], monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, last_change: Callable[[], Awaitable[int]], monotonic: Callable[[], float]
+    ) -> None:
         self.unchanged_at = float("-inf")
         """Time of the last query that found no change."""
         self._last_change = last_change
@@ -124,11 +126,15 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
         is_fresh = asked_at - right_at < MAX_AGE_S
         is_due = asked_at - read_at >= MAX_CONFIRMED_S
         serves = known is not None and asked_at - right_at < MAX_OUTAGE_S
-        if known is not None and ((is_fresh and not is_due) or (serves and asked_at < self._retry_at)):
+        if known is not None and (
+            (is_fresh and not is_due) or (serves and asked_at < self._retry_at)
+        ):
             return known
         reading = self._readings.get((epoch, key))
         if reading is None:
-            reading = asyncio.create_task(self._read(key, question, epoch, PATIENCE_S if serves else None))
+            reading = asyncio.create_task(
+                self._read(key, question, epoch, PATIENCE_S if serves else None)
+            )
             self._readings[epoch, key] = reading
             reading.add_done_callback(lambda done: self._end((epoch, key), done))
         if known is not None and is_fresh:
@@ -141,7 +147,11 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
             raise
 
     async def _read(
-        self, key: KeyT, question: Callable[[], Awaitable[ValueT]], epoch: int, patience_s: float | None
+        self,
+        key: KeyT,
+        question: Callable[[], Awaitable[ValueT]],
+        epoch: int,
+        patience_s: float | None,
     ) -> ValueT:
         asked_at = self._monotonic()
         if self._retry_at > float("-inf"):
@@ -191,7 +201,9 @@ class Transactions:
     """By tenant."""
 
     @asynccontextmanager
-    async def _change(self, *touched: KeyRing | ReadThroughCache[Any, Any]) -> AsyncIterator[AsyncSession]:
+    async def _change(
+        self, *touched: KeyRing | ReadThroughCache[Any, Any]
+    ) -> AsyncIterator[AsyncSession]:
         """A transaction that writes, and then drops the answers that it touches.
 
         It drops no others: these may have to serve in an outage right after the change.

@@ -29,7 +29,13 @@ class Grants(Transactions):
             return await _grants_of(session, await own_row(session, tenant_id, name))
 
     async def grant_adapter(
-        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
+        self,
+        tenant_id: str,
+        name: str,
+        grantee: str,
+        version: int | None = None,
+        *,
+        actor: str = ADMIN,
     ) -> tuple[GrantRow, bool]:
         """Let the tenant with the id `grantee` call an adapter as `tenant/name`, or only one version of it.
 
@@ -49,21 +55,41 @@ class Grants(Transactions):
                 check_integer(version, "version", low=1, high=MAX_VERSION)
                 if await session.get(VersionRow, (adapter.id, version)) is None:
                     raise no_such("version", f"{name}@{version}", param="version")
-            key = {"adapter_id": adapter.id, "tenant_id": other.id, "version": version or EVERY_VERSION}
+            key = {
+                "adapter_id": adapter.id,
+                "tenant_id": other.id,
+                "version": version or EVERY_VERSION,
+            }
             row = await session.get(GrantRow, key)
             is_new = row is None
             if row is None:
                 if len(await _grants_of(session, adapter)) >= MAX_GRANTS:
-                    raise InvalidRequestError(f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant")
+                    raise InvalidRequestError(
+                        f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant"
+                    )
                 row = GrantRow(**key, tenant=other.name, created_at=self.clock())
                 session.add(row)
                 await session.flush()
             detail = {"grantee": other.name, "version": version}
-            audit.add(session, self.clock(), actor, "adapter.grant", tenant=adapter.tenant, target=name, **detail)
+            audit.add(
+                session,
+                self.clock(),
+                actor,
+                "adapter.grant",
+                tenant=adapter.tenant,
+                target=name,
+                **detail,
+            )
             return row, is_new
 
     async def withdraw_grant(
-        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
+        self,
+        tenant_id: str,
+        name: str,
+        grantee: str,
+        version: int | None = None,
+        *,
+        actor: str = ADMIN,
     ) -> None:
         """Delete a grant.
 
@@ -79,7 +105,15 @@ class Grants(Transactions):
                 raise NotFoundError(f"`{granted}` is not granted to `{other.name}`.")
             await session.delete(row)
             detail = {"grantee": grantee, "version": version}
-            audit.add(session, self.clock(), actor, "adapter.withdraw", tenant=adapter.tenant, target=name, **detail)
+            audit.add(
+                session,
+                self.clock(),
+                actor,
+                "adapter.withdraw",
+                tenant=adapter.tenant,
+                target=name,
+                **detail,
+            )
 
 
 async def _grants_of(session: AsyncSession, adapter: AdapterRow) -> tuple[GrantRow, ...]:

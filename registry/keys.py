@@ -56,9 +56,13 @@ class KeyRing:
         self._pepper = pepper
         self._clock = clock
         self._admin_digest = None if admin_key is None else self.digest(admin_key)
-        self._recent: ReadThroughCache[str, tuple[Identity, datetime | None]] = ReadThroughCache(monotonic, changes)
+        self._recent: ReadThroughCache[str, tuple[Identity, datetime | None]] = ReadThroughCache(
+            monotonic, changes
+        )
         """By the digest of a secret: its owner, and when it expires."""
-        self.sessions: ReadThroughCache[str, tuple[Credential, datetime]] = ReadThroughCache(monotonic)
+        self.sessions: ReadThroughCache[str, tuple[Credential, datetime]] = ReadThroughCache(
+            monotonic
+        )
         """By the digest of a session's token: the secret that the session stands for, and when it ends."""
 
     def digest(self, secret: str) -> str:
@@ -78,10 +82,21 @@ class KeyRing:
 
     async def identify(self, credential: Credential) -> Identity:
         """The owner of the secret with this digest; raises like `authenticate`."""
-        if self._admin_digest is not None and hmac.compare_digest(credential.digest, self._admin_digest):
+        if self._admin_digest is not None and hmac.compare_digest(
+            credential.digest, self._admin_digest
+        ):
             shown = Credential("", credential.digest)
-            return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES, credential=shown)
-        identity, ends = await self._recent.ask(credential.digest, lambda: _read_known(self._database, credential))
+            return Identity(
+                role="admin",
+                tenant_id=None,
+                tenant=None,
+                key_id=None,
+                scopes=SCOPES,
+                credential=shown,
+            )
+        identity, ends = await self._recent.ask(
+            credential.digest, lambda: _read_known(self._database, credential)
+        )
         if ends is not None and ends <= self._clock():
             raise _refusal()
         return identity
@@ -96,7 +111,9 @@ class KeyRing:
 
         async def read() -> tuple[Credential, datetime]:
             columns = (SessionRow.key_prefix, SessionRow.key_digest, SessionRow.expires_at)
-            of_token = select(*columns).where(SessionRow.digest == digest, SessionRow.kind == "session")
+            of_token = select(*columns).where(
+                SessionRow.digest == digest, SessionRow.kind == "session"
+            )
             for prefix, key_digest, ends in await self._database.rows(of_token):
                 return Credential(prefix, key_digest), ends
             raise session_ended()
@@ -131,8 +148,12 @@ class Keys(Transactions):
         """
         of_key = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
         found = next(iter(await self.database.rows(of_key)), None)
-        if found is None or (found[0].expires_at is not None and found[0].expires_at <= self.clock()):
-            raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
+        if found is None or (
+            found[0].expires_at is not None and found[0].expires_at <= self.clock()
+        ):
+            raise AuthenticationError(
+                "The API key was revoked or has expired; make the request with another one."
+            )
         return _identity(found[0], found[1], None)
 
     async def create_key(
@@ -154,13 +175,17 @@ class Keys(Transactions):
         """
         async with self._change() as session:
             owner = await tenant_row(session, tenant)
-            row = KeyRow(id=f"key_{secrets.token_hex(12)}", tenant_id=owner.id, tenant=tenant, limits={})
+            row = KeyRow(
+                id=f"key_{secrets.token_hex(12)}", tenant_id=owner.id, tenant=tenant, limits={}
+            )
             row.created_at, row.name = self.clock(), name and check_text(name, "name", 255)
             detail = _set(row, self.clock(), scopes or SCOPES, expires_at, limits or None)
             secret = _new_secret(self.key_ring, row)
             session.add(row)
             await session.flush()
-            audit.add(session, self.clock(), ADMIN, "key.create", tenant=tenant, target=row.id, **detail)
+            audit.add(
+                session, self.clock(), ADMIN, "key.create", tenant=tenant, target=row.id, **detail
+            )
             return row, secret
 
     async def update_key(
@@ -182,7 +207,15 @@ class Keys(Transactions):
             row = await _living(session, key_id)
             row.name = row.name if name is None else check_text(name, "name", 255)
             detail = {"name": name, **_set(row, self.clock(), scopes, expires_at, limits)}
-            audit.add(session, self.clock(), ADMIN, "key.update", tenant=row.tenant, target=key_id, **detail)
+            audit.add(
+                session,
+                self.clock(),
+                ADMIN,
+                "key.update",
+                tenant=row.tenant,
+                target=key_id,
+                **detail,
+            )
             return row
 
     async def get_key(self, key_id: str) -> KeyRow:
@@ -236,7 +269,15 @@ class Keys(Transactions):
             else:
                 row.previous_prefix = row.previous_digest = row.previous_until = None
             secret = _new_secret(self.key_ring, row)
-            audit.add(session, self.clock(), ADMIN, "key.rotate", tenant=row.tenant, target=key_id, grace_s=grace_s)
+            audit.add(
+                session,
+                self.clock(),
+                ADMIN,
+                "key.rotate",
+                tenant=row.tenant,
+                target=key_id,
+                grace_s=grace_s,
+            )
             return row, secret
 
 
@@ -278,7 +319,9 @@ def _set(
     return detail
 
 
-async def _read_known(database: Database, credential: Credential) -> tuple[Identity, datetime | None]:
+async def _read_known(
+    database: Database, credential: Credential
+) -> tuple[Identity, datetime | None]:
     prefix = credential.prefix
     either = or_(KeyRow.prefix == prefix, KeyRow.previous_prefix == prefix)
     found = next(iter(await database.rows(_WITH_TENANT.where(either))), None)
@@ -288,8 +331,17 @@ async def _read_known(database: Database, credential: Credential) -> tuple[Ident
     if row is not None:
         is_previous = prefix != row.prefix
         stored = (row.previous_digest or _NO_DIGEST) if is_previous else row.digest
-        ends = [end for end in (row.expires_at, row.previous_until if is_previous else None) if end is not None]
-    if not hmac.compare_digest(credential.digest, stored) or row is None or owner is None or row.revoked_at is not None:
+        ends = [
+            end
+            for end in (row.expires_at, row.previous_until if is_previous else None)
+            if end is not None
+        ]
+    if (
+        not hmac.compare_digest(credential.digest, stored)
+        or row is None
+        or owner is None
+        or row.revoked_at is not None
+    ):
         raise _refusal()
     return _identity(row, owner, credential), min(ends, default=None)
 

@@ -25,7 +25,9 @@ from manylora.registry.db.clock import MINUTE_US, from_micros, month_after, mont
 from manylora.registry.db.database import Database, database_us, insert_into
 from manylora.registry.db.models import LimitBucketRow, LimitLeaseRow, UsageMonthRow
 
-Kind = Literal["requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"]
+Kind = Literal[
+    "requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"
+]
 MINUTELY = ("requests_per_minute", "tokens_per_minute")
 Clock = Callable[[AsyncSession], Awaitable[int]]
 """Gives the microseconds since 1970 on a clock that all servers share."""
@@ -105,7 +107,10 @@ class LimitLeases:
         """
         async with self._database.write() as session:
             if not is_billed:
-                kept = {"owner": f"{self._owner}/{token_hex(4)}", "until": await self._clock(session) + HELD_US}
+                kept = {
+                    "owner": f"{self._owner}/{token_hex(4)}",
+                    "until": await self._clock(session) + HELD_US,
+                }
                 months = update(LimitLeaseRow).filter_by(owner=self._owner, kind="tokens_per_month")
                 await session.execute(months.values(kept))
             await session.execute(delete(LimitLeaseRow).where(LimitLeaseRow.owner == self._owner))
@@ -129,24 +134,41 @@ class LimitLeases:
             now = await self._clock(session)
             month = month_of(from_micros(now))
             ids = {ask.holder_id for ask in asks}
-            others = (lease.holder_id.in_(ids), lease.owner != self._owner, lease.until > now - grace_us)
+            others = (
+                lease.holder_id.in_(ids),
+                lease.owner != self._owner,
+                lease.until > now - grace_us,
+            )
             sums = select(lease.holder_id, lease.kind, func.sum(lease.amount)).where(*others)
             found = await session.execute(sums.group_by(lease.holder_id, lease.kind))
             held = {(holder_id, kind): int(amount) for holder_id, kind, amount in found}
             rows = await session.scalars(select(bucket).where(bucket.holder_id.in_(ids)))
             buckets = {(row.holder_id, row.kind): row for row in rows}
-            billed = await _billed(session, {a.holder_id for a in asks if a.kind == "tokens_per_month"}, month)
+            billed = await _billed(
+                session, {a.holder_id for a in asks if a.kind == "tokens_per_month"}, month
+            )
             # A month's lease stays: only its owner knows whether the ledger has all that it used.
-            untils = {"tokens_per_month": to_micros(month_after(month)) + HELD_US, "concurrent_requests": now + SLOT_US}
+            untils = {
+                "tokens_per_month": to_micros(month_after(month)) + HELD_US,
+                "concurrent_requests": now + SLOT_US,
+            }
             answers, leases, changed = [], [], []
             for ask in asks:
-                key, name = (ask.holder_id, ask.kind), {"holder_id": ask.holder_id, "kind": ask.kind}
+                key, name = (
+                    (ask.holder_id, ask.kind),
+                    {"holder_id": ask.holder_id, "kind": ask.kind},
+                )
                 answer = _answer(ask, held.get(key, 0), buckets.get(key), billed.get(key, 0), now)
                 answers.append(answer)
                 until = untils.get(ask.kind, now + HELD_US)
-                leases.append(name | {"owner": self._owner, "amount": ask.held + answer.granted, "until": until})
+                leases.append(
+                    name
+                    | {"owner": self._owner, "amount": ask.held + answer.granted, "until": until}
+                )
                 if ask.kind in MINUTELY:
-                    changed.append(name | {"used": answer.used, "at": answer.at, "returned": answer.returned})
+                    changed.append(
+                        name | {"used": answer.used, "at": answer.at, "returned": answer.returned}
+                    )
             await _put(session, lease.__table__, leases)
             await _put(session, bucket.__table__, changed)
             if now >= self._next_sweep:
@@ -157,17 +179,28 @@ class LimitLeases:
         return answers
 
 
-async def _billed(session: AsyncSession, ids: Collection[str], month: datetime) -> dict[tuple[str, str], int]:
+async def _billed(
+    session: AsyncSession, ids: Collection[str], month: datetime
+) -> dict[tuple[str, str], int]:
     """Tokens of the month in the ledger, of tenants and keys, by holder and kind."""
     billed: dict[tuple[str, str], int] = {}
     for column in (UsageMonthRow.tenant_id, UsageMonthRow.key_id) if ids else ():
         tokens = func.sum(UsageMonthRow.prompt_tokens + UsageMonthRow.completion_tokens)
-        sums = select(column, tokens).where(UsageMonthRow.month == to_micros(month), column.in_(ids)).group_by(column)
-        billed |= {(holder_id, "tokens_per_month"): int(count) for holder_id, count in await session.execute(sums)}
+        sums = (
+            select(column, tokens)
+            .where(UsageMonthRow.month == to_micros(month), column.in_(ids))
+            .group_by(column)
+        )
+        billed |= {
+            (holder_id, "tokens_per_month"): int(count)
+            for holder_id, count in await session.execute(sums)
+        }
     return billed
 
 
-def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: int, now: int) -> LeaseAnswer:
+def _answer(
+    ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: int, now: int
+) -> LeaseAnswer:
     """The answer, where other servers hold so much."""
     used, returned, rate = float(billed + others + ask.held), 0.0, (ask.limit or 0) / MINUTE_US
     if ask.kind in MINUTELY:
@@ -180,7 +213,11 @@ def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: i
             # Tokens that drained while they were reserved are not given back: with those taken since, any window would
             # have more than the limit. `used + returned` has fallen only as the bucket drained.
             low = min(seen.used, ask.limit or 0) + seen.returned - rate * max(0, now - seen.at)
-            credit = max(0.0, min(amount, low - returned)) if returned >= seen.returned and now >= seen.at else 0.0
+            credit = (
+                max(0.0, min(amount, low - returned))
+                if returned >= seen.returned and now >= seen.at
+                else 0.0
+            )
             used, returned = used - credit, returned + credit
         used = max(used, least)
     granted = 0

@@ -57,7 +57,9 @@ def checked_limits(limits: Mapping[str, object], names: Sequence[str]) -> dict[s
     checked = {}
     for name, value in limits.items():
         if name not in names:
-            raise InvalidRequestError(f"limits takes {', '.join(names)}, and nothing else.", param="limits")
+            raise InvalidRequestError(
+                f"limits takes {', '.join(names)}, and nothing else.", param="limits"
+            )
         if value is not None:
             checked[name] = check_integer(value, f"limits.{name}")
     return checked

@@ -67,7 +67,9 @@ def check_alias(text: str) -> str:
     """
     check_name(text, "aliases")
     if text.isdigit():
-        raise InvalidRequestError("An alias must not be a number: those are versions.", param="aliases")
+        raise InvalidRequestError(
+            "An alias must not be a number: those are versions.", param="aliases"
+        )
     return text
 
 
@@ -88,9 +90,13 @@ def check_text(text: str, param: str, max_length: int) -> str:
         InvalidRequestError: It is no text, is too long, or holds a NUL or half a surrogate pair.
     """
     if not isinstance(text, str) or len(text) > max_length:
-        raise InvalidRequestError(f"{param} must be text of at most {max_length} characters.", param=param)
+        raise InvalidRequestError(
+            f"{param} must be text of at most {max_length} characters.", param=param
+        )
     if _UNSTORABLE.search(text):
-        raise InvalidRequestError(f"{param} must not contain NUL or unpaired surrogates.", param=param)
+        raise InvalidRequestError(
+            f"{param} must not contain NUL or unpaired surrogates.", param=param
+        )
     return text
 
 
@@ -149,7 +155,9 @@ def parse_selector(text: str) -> Selector:
     raise model_not_found(text)
 
 
-async def point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping[str, Shares | int | None]) -> None:
+async def point_aliases(
+    session: AsyncSession, adapter_id: str, aliases: Mapping[str, Shares | int | None]
+) -> None:
     """Set each alias to one version, or to versions by weight; None removes it.
 
     Raises:
@@ -159,19 +167,31 @@ async def point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping
         check_alias(alias)
         shares = {} if meaning is None else {meaning: 1} if isinstance(meaning, int) else meaning
         if meaning is not None and not 1 <= len(shares) <= MAX_SHARES:
-            raise InvalidRequestError(f"An alias must point to 1 to {MAX_SHARES} versions.", param="aliases")
+            raise InvalidRequestError(
+                f"An alias must point to 1 to {MAX_SHARES} versions.", param="aliases"
+            )
         for version, weight in shares.items():
             check_integer(version, "aliases", low=1, high=MAX_VERSION)
             check_integer(weight, "aliases", low=1, high=MAX_WEIGHT)
             if await session.get(VersionRow, (adapter_id, version)) is None:
-                raise InvalidRequestError(f"There is no version {version} for the alias `{alias}`.", param="aliases")
-        await session.execute(sa.delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias))
+                raise InvalidRequestError(
+                    f"There is no version {version} for the alias `{alias}`.", param="aliases"
+                )
+        await session.execute(
+            sa.delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias)
+        )
         for version, weight in shares.items():
-            session.add(AliasRow(adapter_id=adapter_id, alias=alias, version=version, weight=weight))
+            session.add(
+                AliasRow(adapter_id=adapter_id, alias=alias, version=version, weight=weight)
+            )
         await session.flush()
-    names = sa.select(sa.func.count(AliasRow.alias.distinct())).where(AliasRow.adapter_id == adapter_id)
+    names = sa.select(sa.func.count(AliasRow.alias.distinct())).where(
+        AliasRow.adapter_id == adapter_id
+    )
     if aliases and (await session.scalar(names) or 0) > MAX_ALIASES:
-        raise InvalidRequestError(f"An adapter takes at most {MAX_ALIASES} aliases.", param="aliases")
+        raise InvalidRequestError(
+            f"An adapter takes at most {MAX_ALIASES} aliases.", param="aliases"
+        )
 
 
 async def check_not_split(session: AsyncSession, adapter_id: str) -> None:
@@ -190,10 +210,16 @@ async def check_not_split(session: AsyncSession, adapter_id: str) -> None:
         )
 
 
-async def read_aliases(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, dict[str, dict[int, int]]]:
+async def read_aliases(
+    session: AsyncSession, adapter_ids: Iterable[str]
+) -> dict[str, dict[str, dict[int, int]]]:
     """Aliases of these adapters: by adapter and alias, the weights of the versions."""
     found: dict[str, dict[str, dict[int, int]]] = {adapter_id: {} for adapter_id in adapter_ids}
-    statement = sa.select(AliasRow).where(AliasRow.adapter_id.in_(found)).order_by(AliasRow.alias, AliasRow.version)
+    statement = (
+        sa.select(AliasRow)
+        .where(AliasRow.adapter_id.in_(found))
+        .order_by(AliasRow.alias, AliasRow.version)
+    )
     for row in await session.scalars(statement):
         found[row.adapter_id].setdefault(row.alias, {})[row.version] = row.weight
     return found
@@ -219,7 +245,9 @@ def pick(choices: Iterable[tuple[AdapterVersion, int]], sticky: str) -> AdapterV
     ordered = sorted(choices, key=lambda choice: choice[0].version)
     if len(ordered) == 1:
         return ordered[0][0]
-    named = f"{len(ordered[0][0].adapter_id)}:{ordered[0][0].adapter_id}{sticky}".encode("utf-8", "surrogatepass")
+    named = f"{len(ordered[0][0].adapter_id)}:{ordered[0][0].adapter_id}{sticky}".encode(
+        "utf-8", "surrogatepass"
+    )
     place = int.from_bytes(hashlib.sha256(named).digest()[:8], "big")
     rest = place * sum(weight for _, weight in ordered) >> 64
     for version, weight in ordered:
@@ -237,15 +265,22 @@ def meant_by(by: str, *, is_own: bool) -> sa.Select[AdapterRow, VersionRow, int]
     """
     caller: sa.BindParameter[str] = sa.bindparam("caller")
     weight: sa.SQLColumnExpression[int] = sa.literal(1) if by != "alias" else AliasRow.weight
-    shares = sa.and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
+    shares = sa.and_(
+        AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version
+    )
     chosen = {
         "version": VersionRow.version == sa.bindparam("by"),
         "digest": VersionRow.digest == sa.bindparam("by"),
         "alias": sa.and_(shares, AliasRow.alias == sa.bindparam("by")),
     }[by]
     owner = sa.select(TenantRow.id).where(TenantRow.name == sa.bindparam("owner")).scalar_subquery()
-    adapter = (AdapterRow.name == sa.bindparam("name"), AdapterRow.tenant_id == (caller if is_own else owner))
-    meant = sa.select(AdapterRow, VersionRow, weight).join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
+    adapter = (
+        AdapterRow.name == sa.bindparam("name"),
+        AdapterRow.tenant_id == (caller if is_own else owner),
+    )
+    meant = sa.select(AdapterRow, VersionRow, weight).join(
+        VersionRow, VersionRow.adapter_id == AdapterRow.id
+    )
     return meant.where(*adapter, _may_call(caller), chosen).order_by(VersionRow.version)
 
 

@@ -49,7 +49,9 @@ class Page(Generic[RecordT]):
     """Pass it as `after` to get the next page; None: this is the last."""
 
     @classmethod
-    def of(cls, found: Sequence[RecordT], limit: int, cursor: Callable[[RecordT], str]) -> Page[RecordT]:
+    def of(
+        cls, found: Sequence[RecordT], limit: int, cursor: Callable[[RecordT], str]
+    ) -> Page[RecordT]:
         """The first `limit` of what was found with a LIMIT of one more; `cursor` names a place in the listing."""
         items = tuple(found[:limit])
         return cls(items=items, next=cursor(items[-1]) if len(found) > limit else None)

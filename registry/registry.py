@@ -52,7 +52,9 @@ class Registry:
         monotonic: Callable[[], float],
     ) -> None:
         changes = Changes(lambda: audit.last_entry(database), monotonic)
-        resolved: ReadThroughCache[tuple[str, str], Resolution] = ReadThroughCache(monotonic, changes)
+        resolved: ReadThroughCache[tuple[str, str], Resolution] = ReadThroughCache(
+            monotonic, changes
+        )
         tenant_limits: ReadThroughCache[str, Limits] = ReadThroughCache(monotonic, changes)
         self.key_ring = KeyRing(database, pepper, admin_key, clock, monotonic, changes)
         shared = (database, clock, self.key_ring, resolved, tenant_limits)
@@ -101,9 +103,13 @@ class Registry:
         database = await Database.open(database_url, data_dir)
 
         try:
-            has_keys = bool(await database.rows(select(KeyRow.id).where(KeyRow.revoked_at.is_(None)).limit(1)))
+            has_keys = bool(
+                await database.rows(select(KeyRow.id).where(KeyRow.revoked_at.is_(None)).limit(1))
+            )
             secret = await asyncio.to_thread(read_pepper, data_dir, pepper, has_keys=has_keys)
-            ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), clock=clock, monotonic=monotonic)
+            ledger = UsageLedger(
+                database, await Journal.open(data_dir / "usage"), clock=clock, monotonic=monotonic
+            )
             await ledger.start(grace_s)
         except BaseException:
             await database.close()

@@ -32,7 +32,9 @@ async def remove(session: AsyncSession, doomed: ColumnElement[bool], *deletions:
     Returns:
         What only these versions referred to; tenants may share content.
     """
-    contents = (await session.execute(select(VersionRow.digest, VersionRow.weights_sha256).where(doomed))).all()
+    contents = (
+        await session.execute(select(VersionRow.digest, VersionRow.weights_sha256).where(doomed))
+    ).all()
     for deletion in deletions:
         await session.execute(deletion)
     digests = await _unreferenced(session, (digest for digest, _ in contents), VersionRow.digest)
@@ -72,7 +74,9 @@ async def _unreferenced(
     return frozenset(rest)
 
 
-async def mark(session: AsyncSession, version: VersionRow, life: Ephemeral | None, *, is_new: bool) -> Removed:
+async def mark(
+    session: AsyncSession, version: VersionRow, life: Ephemeral | None, *, is_new: bool
+) -> Removed:
     """Note how long a version lives that is being published, and remove older ones that it supersedes.
 
     A version whose weights are in the blob store stays what it is; an ephemeral one that comes again as a usual upload
@@ -86,7 +90,9 @@ async def mark(session: AsyncSession, version: VersionRow, life: Ephemeral | Non
     await session.flush()
     if life.keep is None:
         return Removed()
-    is_meant = exists().where(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
+    is_meant = exists().where(
+        AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version
+    )
     others = and_(
         VersionRow.adapter_id == version.adapter_id,
         VersionRow.held_by.is_not(None),
@@ -119,7 +125,9 @@ class EphemeralVersions(Transactions):
         Raises:
             NotFoundError: The tenant has no adapter of this name with such versions.
         """
-        own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
+        own = select(AdapterRow.id).where(
+            AdapterRow.tenant_id == tenant_id, AdapterRow.name == name
+        )
         doomed = and_(VersionRow.adapter_id.in_(own), VersionRow.held_by.is_not(None))
         if not await self.database.rows(select(VersionRow.version).where(doomed).limit(1)):
             raise no_such("adapter", name)
@@ -127,10 +135,14 @@ class EphemeralVersions(Transactions):
 
     async def weights(self, server: str) -> frozenset[str]:
         """Blobs (64 hex digits) of the versions that this server has in memory."""
-        rows = await self.database.rows(select(VersionRow.weights_sha256).where(VersionRow.held_by == server))
+        rows = await self.database.rows(
+            select(VersionRow.weights_sha256).where(VersionRow.held_by == server)
+        )
         return frozenset(weights for (weights,) in rows)
 
-    async def _withdraw(self, action: str, doomed: ColumnElement[bool], actor: str = SERVER) -> Removed:
+    async def _withdraw(
+        self, action: str, doomed: ColumnElement[bool], actor: str = SERVER
+    ) -> Removed:
         statement = (
             select(AdapterRow.tenant, AdapterRow.name, VersionRow.version)
             .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
@@ -144,5 +156,13 @@ class EphemeralVersions(Transactions):
             for tenant, name, version in await session.execute(statement):
                 gone.setdefault((tenant, name), []).append(version)
             for (tenant, name), versions in gone.items():
-                audit.add(session, self.clock(), actor, action, tenant=tenant, target=name, versions=versions)
+                audit.add(
+                    session,
+                    self.clock(),
+                    actor,
+                    action,
+                    tenant=tenant,
+                    target=name,
+                    versions=versions,
+                )
             return await remove_versions(session, doomed)

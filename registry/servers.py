@@ -54,10 +54,14 @@ class Servers(Transactions):
         """Write a server's row, or say that it still is there; returns the boot id that the row had before."""
         async with self.database.write() as session:
             now = from_micros(await database_us(session))
-            before = await session.scalar(select(ServerRow.boot_id).where(ServerRow.name == server.name))
+            before = await session.scalar(
+                select(ServerRow.boot_id).where(ServerRow.name == server.name)
+            )
             values = {**asdict(server), "seen_at": now}
             row = insert_into(session, ServerRow).values(**values)
-            await session.execute(row.on_conflict_do_update(index_elements=[ServerRow.name], set_=values))
+            await session.execute(
+                row.on_conflict_do_update(index_elements=[ServerRow.name], set_=values)
+            )
             await session.execute(delete(ServerRow).where(ServerRow.seen_at < now - 2 * GONE))
         return before
 

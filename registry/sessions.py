@@ -29,7 +29,9 @@ _PREFIXES: dict[Kind, str] = {"session": "manylora_session_", "link": LINK_PREFI
 class Sessions(Transactions):
     """The part of the registry that keeps browsers' sessions."""
 
-    async def begin_session(self, credential: Credential, kind: Kind = "session") -> tuple[str, datetime]:
+    async def begin_session(
+        self, credential: Credential, kind: Kind = "session"
+    ) -> tuple[str, datetime]:
         """Begin a session, or make a link that begins one. Deletes expired ones, and the oldest of too many.
 
         Returns:
@@ -38,7 +40,12 @@ class Sessions(Transactions):
         token, now = _PREFIXES[kind] + secrets.token_urlsafe(32), self.clock()
         ends = now + timedelta(seconds=_LIFE_S[kind])
         alike = (SessionRow.key_digest == credential.digest, SessionRow.kind == kind)
-        kept = select(SessionRow.digest).where(*alike).order_by(SessionRow.expires_at.desc()).limit(MAX_PER_SECRET - 1)
+        kept = (
+            select(SessionRow.digest)
+            .where(*alike)
+            .order_by(SessionRow.expires_at.desc())
+            .limit(MAX_PER_SECRET - 1)
+        )
         async with self._change() as session:
             await session.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
             await session.execute(delete(SessionRow).where(*alike, SessionRow.digest.not_in(kept)))
@@ -76,4 +83,6 @@ class Sessions(Transactions):
     async def end_session(self, token: str) -> None:
         """End a session at once; does nothing where it is over."""
         async with self._change(self.key_ring.sessions) as session:
-            await session.execute(delete(SessionRow).where(SessionRow.digest == self.key_ring.digest(token)))
+            await session.execute(
+                delete(SessionRow).where(SessionRow.digest == self.key_ring.digest(token))
+            )

@@ -13,7 +13,13 @@ from manylora.registry import audit
 from manylora.registry.audit import ADMIN
 from manylora.registry.cache import Transactions
 from manylora.registry.db.models import AdapterRow, TenantRow, VersionRow
-from manylora.registry.limits import TENANT_LIMITS, Limits, checked_limits, count_adapters, stored_bytes
+from manylora.registry.limits import (
+    TENANT_LIMITS,
+    Limits,
+    checked_limits,
+    count_adapters,
+    stored_bytes,
+)
 from manylora.registry.names import check_name, check_text, is_name, no_such
 from manylora.registry.records import Page, Removed
 from manylora.registry.removal import CHUNK, remove
@@ -45,7 +51,9 @@ class Tenants(Transactions):
             session.add(row)
             await session.flush()
             given = {"limits": row.limits or None, "weight": None if weight == 1 else weight}
-            audit.add(session, self.clock(), ADMIN, "tenant.create", tenant=name, target=name, **given)
+            audit.add(
+                session, self.clock(), ADMIN, "tenant.create", tenant=name, target=name, **given
+            )
             return row
 
     async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[TenantRow]:
@@ -53,7 +61,11 @@ class Tenants(Transactions):
         statement = select(TenantRow).order_by(TenantRow.name).limit(limit + 1)
         if after is not None:
             statement = statement.where(TenantRow.name > check_text(after, "after", 63))
-        return Page.of([row for (row,) in await self.database.rows(statement)], limit, lambda tenant: tenant.name)
+        return Page.of(
+            [row for (row,) in await self.database.rows(statement)],
+            limit,
+            lambda tenant: tenant.name,
+        )
 
     async def get_tenant(self, name: str) -> TenantRow:
         """One tenant.
@@ -77,7 +89,9 @@ class Tenants(Transactions):
         """The tenant's limits, from the cache; none for a tenant that was deleted."""
 
         async def read() -> Limits:
-            found = await self.database.rows(select(TenantRow.limits).where(TenantRow.id == tenant_id))
+            found = await self.database.rows(
+                select(TenantRow.limits).where(TenantRow.id == tenant_id)
+            )
             return Limits(**found[0].limits if found else {})
 
         return await self.known_limits.ask(tenant_id, read)
@@ -104,7 +118,9 @@ class Tenants(Transactions):
             row.limits = row.limits if limits is None else checked_limits(limits, TENANT_LIMITS)
             row.weight = row.weight if weight is None else weight
             given = {"limits": None if limits is None else row.limits, "weight": weight}
-            audit.add(session, self.clock(), ADMIN, "tenant.update", tenant=name, target=name, **given)
+            audit.add(
+                session, self.clock(), ADMIN, "tenant.update", tenant=name, target=name, **given
+            )
             return row
 
     async def delete_tenant(self, name: str) -> Removed:
@@ -118,7 +134,9 @@ class Tenants(Transactions):
         """
         async with self._change(self.key_ring, self.known_limits, self.resolved) as session:
             row = await tenant_row(session, name)
-            own = VersionRow.adapter_id.in_(select(AdapterRow.id).where(AdapterRow.tenant_id == row.id))
+            own = VersionRow.adapter_id.in_(
+                select(AdapterRow.id).where(AdapterRow.tenant_id == row.id)
+            )
             audit.add(session, self.clock(), ADMIN, "tenant.delete", tenant=name, target=name)
             return await remove(session, own, delete(TenantRow).where(TenantRow.id == row.id))
 
@@ -129,7 +147,11 @@ async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
     Raises:
         NotFoundError: No tenant has this name.
     """
-    row = await session.scalar(select(TenantRow).where(TenantRow.name == name)) if is_name(name) else None
+    row = (
+        await session.scalar(select(TenantRow).where(TenantRow.name == name))
+        if is_name(name)
+        else None
+    )
     if row is None:
         raise no_such("tenant", name)
     return row

@@ -21,9 +21,30 @@ from manylora.errors import ConflictError, InvalidRequestError, NotFoundError
 from manylora.registry.cache import Transactions
 from manylora.registry.db.clock import to_micros
 from manylora.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
-from manylora.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
-from manylora.registry.names import MAX_DESCRIPTION, check_name, check_not_split, check_text, no_such
-from manylora.registry.records import WEIGHTS_FILE, Adapter, FileFacts, Page, Removed, Upload, UploadDraft, to_record
+from manylora.registry.limits import (
+    UPLOADING,
+    check_adapters,
+    check_pages,
+    check_storage,
+    storage_left,
+)
+from manylora.registry.names import (
+    MAX_DESCRIPTION,
+    check_name,
+    check_not_split,
+    check_text,
+    no_such,
+)
+from manylora.registry.records import (
+    WEIGHTS_FILE,
+    Adapter,
+    FileFacts,
+    Page,
+    Removed,
+    Upload,
+    UploadDraft,
+    to_record,
+)
 
 KEPT = timedelta(hours=24)
 """How long the answer to a change is kept for a repeated request."""
@@ -62,7 +83,9 @@ def body_digest(*parts: str | bytes | bool | None) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
 
 
-async def find_answer(session: AsyncSession, tenant_id: str, retry: Retry, now: datetime) -> Answer | None:
+async def find_answer(
+    session: AsyncSession, tenant_id: str, retry: Retry, now: datetime
+) -> Answer | None:
     """The answer to this change, if it was made in the last 24 hours.
 
     Raises:
@@ -72,12 +95,16 @@ async def find_answer(session: AsyncSession, tenant_id: str, retry: Retry, now: 
     if row is None or row.created_at <= now - KEPT:
         return None
     if row.body_digest != retry.body_digest:
-        message = "This Idempotency-Key was used for another request; choose a new key for a new request."
+        message = (
+            "This Idempotency-Key was used for another request; choose a new key for a new request."
+        )
         raise InvalidRequestError(message, code="idempotency.key_reused")
     return Answer(status=row.status, body=row.response)
 
 
-async def keep_answer(session: AsyncSession, tenant_id: str, retry: Retry, answer: Answer, now: datetime) -> None:
+async def keep_answer(
+    session: AsyncSession, tenant_id: str, retry: Retry, answer: Answer, now: datetime
+) -> None:
     """Keep the answer.
 
     Raises:
@@ -107,7 +134,9 @@ MAX_OPEN = 100
 class Publication:
     """A version in the transaction that publishes it, with what else that transaction decides and writes down."""
 
-    def __init__(self, session: AsyncSession, adapter: Adapter, is_new: bool, now: datetime, removed: Removed) -> None:
+    def __init__(
+        self, session: AsyncSession, adapter: Adapter, is_new: bool, now: datetime, removed: Removed
+    ) -> None:
         self._session = session
         self._now = now
         self.adapter = adapter
@@ -179,7 +208,11 @@ class Uploads(Transactions):
         """
         async with self.database.read() as session:
             left = await storage_left(session, tenant_id, self.clock())
-            if left is None or key is None or await session.get(IdempotencyRow, (tenant_id, key)) is None:
+            if (
+                left is None
+                or key is None
+                or await session.get(IdempotencyRow, (tenant_id, key)) is None
+            ):
                 return left
             own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id)
             largest = select(func.max(VersionRow.size_bytes)).where(VersionRow.adapter_id.in_(own))
@@ -220,7 +253,10 @@ class Uploads(Transactions):
                 name=draft.name,
                 description=draft.description,
                 activate=draft.activate,
-                manifest={name: {"size": file.size, "sha256": file.sha256} for name, file in draft.files.items()},
+                manifest={
+                    name: {"size": file.size, "sha256": file.sha256}
+                    for name, file in draft.files.items()
+                },
                 size_bytes=draft.files[WEIGHTS_FILE].size,
                 state=UPLOADING,
                 result=None,
@@ -233,7 +269,9 @@ class Uploads(Transactions):
             if retry is not None:
                 await keep_answer(session, tenant_id, retry, made, now)
             await check_storage(session, tenant_id, now)
-            known = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name)
+            known = select(AdapterRow.id).where(
+                AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name
+            )
             adapter_id = await session.scalar(known)
             if adapter_id is None:
                 await check_adapters(session, tenant_id, to_come=1)
@@ -252,7 +290,9 @@ class Uploads(Transactions):
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
         """A tenant's uploads, oldest first; those after the one with the id `after`."""
-        own = select(UploadRow).where(UploadRow.tenant_id == tenant_id, UploadRow.expires_at > self.clock())
+        own = select(UploadRow).where(
+            UploadRow.tenant_id == tenant_id, UploadRow.expires_at > self.clock()
+        )
         if after is not None:
             own = own.where(UploadRow.id > check_text(after, "after", 64))
         async with self.database.read() as session:
@@ -279,14 +319,22 @@ class Uploads(Transactions):
         """Delete expired uploads and answers; returns how many of each."""
         now = self.clock()
         uploads = delete(UploadRow).where(UploadRow.expires_at <= now).returning(UploadRow.id)
-        answers = delete(IdempotencyRow).where(IdempotencyRow.created_at <= now - KEPT).returning(IdempotencyRow.key)
+        answers = (
+            delete(IdempotencyRow)
+            .where(IdempotencyRow.created_at <= now - KEPT)
+            .returning(IdempotencyRow.key)
+        )
         async with self.database.write() as session:
-            return len((await session.scalars(uploads)).all()), len((await session.scalars(answers)).all())
+            return len((await session.scalars(uploads)).all()), len(
+                (await session.scalars(answers)).all()
+            )
 
     async def open_ids(self) -> frozenset[str]:
         """Ids of all tenants' uploads that still take bytes."""
         is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > self.clock())
-        return frozenset(row.id for row in await self.database.rows(select(UploadRow.id).where(*is_open)))
+        return frozenset(
+            row.id for row in await self.database.rows(select(UploadRow.id).where(*is_open))
+        )
 
 
 async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> None:
@@ -307,4 +355,6 @@ async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datet
 
 
 def _record(row: UploadRow) -> Upload:
-    return to_record(Upload, row, files={name: FileFacts(**facts) for name, facts in row.manifest.items()})
+    return to_record(
+        Upload, row, files={name: FileFacts(**facts) for name, facts in row.manifest.items()}
+    )

@@ -42,12 +42,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             flood_file = _upload(flood, options.lines, options.line_tokens)
             flooding = [_start(flood, flood_file) for _ in range(options.batches)]
             beside_s = [_run(own, file_id) for _ in range(options.repeats)]
-            done = sum(flood.request("GET", f"/v1/batches/{batch}")["status"] == DONE for batch in flooding)
+            done = sum(
+                flood.request("GET", f"/v1/batches/{batch}")["status"] == DONE for batch in flooding
+            )
             for batch in flooding:
                 flood.request("POST", f"/v1/batches/{batch}/cancel")
     if done == len(flooding):
-        raise ManyloraError("all batches of the other tenant were done before the last own lines: use more --lines")
-    rows = [{"own lines": name, **_summary(taken)} for name, taken in (("alone", alone_s), ("beside", beside_s))]
+        raise ManyloraError(
+            "all batches of the other tenant were done before the last own lines: use more --lines"
+        )
+    rows = [
+        {"own lines": name, **_summary(taken)}
+        for name, taken in (("alone", alone_s), ("beside", beside_s))
+    ]
     ratio = statistics.median(beside_s) / statistics.median(alone_s)
     goals = [goal("times longer beside the batches, median", ratio, MOST_TIMES_LONGER)]
     return {"table": rows, "flood_batches_done": done, "goals": goals}
@@ -56,7 +63,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _upload(client: Client, count: int, tokens: int) -> str:
     """A file of lines of the base; returns its id."""
     body = {"model": BASE_NAME, "prompt": "Hello, my", "max_tokens": tokens, "ignore_eos": True}
-    lines = ({"custom_id": str(number), "method": "POST", "url": PATH, "body": body} for number in range(count))
+    lines = (
+        {"custom_id": str(number), "method": "POST", "url": PATH, "body": body}
+        for number in range(count)
+    )
     content = {"file": ("lines.jsonl", "\n".join(map(json.dumps, lines)).encode())}
     return str(client.request("POST", "/v1/files", data={"purpose": "batch"}, files=content)["id"])
 
@@ -85,13 +95,19 @@ def _summary(seconds: list[float]) -> dict[str, float]:
 
 def main() -> int:
     """Measure, and tell whether it is as promised."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=positive, default=100, help="batches of the other tenant")
     parser.add_argument("--lines", type=positive, default=100, help="requests of each of them")
-    parser.add_argument("--own-lines", type=positive, default=10, help="requests of the batch that is timed")
+    parser.add_argument(
+        "--own-lines", type=positive, default=10, help="requests of the batch that is timed"
+    )
     parser.add_argument("--line-tokens", type=positive, default=16, help="output tokens of a line")
     parser.add_argument("--repeats", type=positive, default=5, help="batches that are timed")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server"
+    )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args()
     return tell("batch-turns", options, measure)

@@ -51,7 +51,12 @@ def main(target: Path) -> None:
         else:
             rows = tensor.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(stored, rows, raw_dtype=GGMLQuantizationType.BF16)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for step in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         step()
 
 

@@ -73,17 +73,23 @@ def train(
     `check` tells every 150 steps how good the model is.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1.0, (step + 1) / 30) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))),
+        lambda step: (
+            min(1.0, (step + 1) / 30) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        ),
     )
     model.train()
     began = time.perf_counter()
     for step in range(1, steps + 1):
         ids, labels = next(data)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -92,7 +98,10 @@ def train(
         if check and step % 150 == 0:
             print(f"{name:8} step {step:5} {check()}", flush=True)
         if step % 100 == 0 or step == steps:
-            print(f"{name:8} step {step:5} loss {loss.item():.5f} {time.perf_counter() - began:6.1f} s", flush=True)
+            print(
+                f"{name:8} step {step:5} loss {loss.item():.5f} {time.perf_counter() - began:6.1f} s",
+                flush=True,
+            )
     model.eval()
 
 
@@ -114,7 +123,9 @@ def make_model() -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
     )
     return model
 
@@ -159,7 +170,9 @@ def how_good(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, corpus:
 
 
 @torch.no_grad()
-def talks_right(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> float:
+def talks_right(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
+) -> float:
     """Share of new conversations with tools in which every token of the assistant is the most likely one."""
     source = ShopTalkSource(random.Random(SEED + 2), corpus.held_out)
     samples = [talk_sample(tokenizer, source.with_tools()) for _ in range(200)]
@@ -174,7 +187,9 @@ def is_greedy(model: torch.nn.Module, sample: Sample) -> bool:
     return bool(((chosen == labels[:, 1:]) | (labels[:, 1:] == IGNORED)).all())
 
 
-def tune_base(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, steps: int) -> None:
+def tune_base(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, steps: int
+) -> None:
     """The second part of the base's training: what it has seen of tools of all kinds becomes sure for the shop's."""
     sampler = Sampler(tokenizer, corpus.train, SEED + 3)
     draws = batches(iter(sampler.tuning, None), 32, SEED + 3)
@@ -203,7 +218,12 @@ def build_base(
 
 
 def build_adapter(
-    out: Path, name: str, base: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, steps: int
+    out: Path,
+    name: str,
+    base: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    steps: int,
 ) -> None:
     """Train one adapter on the frozen base and write it as PEFT does."""
     torch.manual_seed(SEED + 1)
@@ -248,14 +268,18 @@ def record_answers(out: Path) -> None:
     smallest = math.inf
     for exchange in demo_exchanges():
         messages = [{"role": "user", "content": exchange.question}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         answers: dict[str, str] = {}
         answer_ids: dict[str, list[int]] = {}
         for style in (BASE, *STYLES):
             token_ids, margin = generate(model, style, prompt)
             text = tokenizer.decode(token_ids[:-1])
             if text != exchange.answer(style):
-                raise SystemExit(f"{style} answers {exchange.question!r} with {text!r}, not {exchange.answer(style)!r}")
+                raise SystemExit(
+                    f"{style} answers {exchange.question!r} with {text!r}, not {exchange.answer(style)!r}"
+                )
             smallest = min(smallest, margin)
             answers[style], answer_ids[style] = text, token_ids
         questions.append(
@@ -273,7 +297,10 @@ def record_answers(out: Path) -> None:
         "smallest_logit_lead": round(smallest, 3),
         "questions": questions,
     }
-    asked = {"system_prompts": SYSTEM_PROMPTS, "questions": [exchange.question for exchange in exchanges()]}
+    asked = {
+        "system_prompts": SYSTEM_PROMPTS,
+        "questions": [exchange.question for exchange in exchanges()],
+    }
     (out / "questions.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
     text = json.dumps(recorded, indent=1, ensure_ascii=False)
     (out / "expected.json").write_text(collapse_number_lists(text) + "\n")
@@ -308,7 +335,9 @@ def collapse_number_lists(text: str) -> str:
     """Put each list of numbers on one line."""
     lines: list[str] = []
     for line in text.split("\n"):
-        inside = lines and lines[-1].rstrip().endswith(("[", ",")) and line.strip().rstrip(",").isdigit()
+        inside = (
+            lines and lines[-1].rstrip().endswith(("[", ",")) and line.strip().rstrip(",").isdigit()
+        )
         closes = lines and lines[-1][-1:].isdigit() and line.strip().startswith("]")
         if inside or closes:
             glue = " " if lines[-1].endswith(",") else ""
@@ -320,7 +349,9 @@ def collapse_number_lists(text: str) -> str:
 
 def main() -> None:
     """Build everything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("manylora/demo"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--base-steps", type=int, default=1800)
@@ -330,7 +361,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     disable_progress_bar()
     corpus = make_corpus(SEED)
-    base, tokenizer = build_base(arguments.out, corpus, arguments.base_steps, arguments.tuning_steps)
+    base, tokenizer = build_base(
+        arguments.out, corpus, arguments.base_steps, arguments.tuning_steps
+    )
     print(f"{BASE:8} {how_good(base, tokenizer, corpus)}", flush=True)
     for name in STYLES:
         build_adapter(arguments.out, name, base, tokenizer, corpus, arguments.adapter_steps)

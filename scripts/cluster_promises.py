@@ -68,18 +68,26 @@ def key_revoked(servers: Servers) -> float:
     return seconds_until(lambda: all(map(is_refused, clients)))
 
 
-async def replica_killed(victim: OwnServer, gateways: Servers, key: str, num_streams: int) -> dict[str, Any]:
+async def replica_killed(
+    victim: OwnServer, gateways: Servers, key: str, num_streams: int
+) -> dict[str, Any]:
     """When its streams had the error event, and what became of requests sent meanwhile."""
     replies, new = list[Reply](), list[Reply]()
-    streams = asyncio.create_task(load(gateways, key, num_streams, int(4 * ARRIVE_S / STEP_S), replies))
+    streams = asyncio.create_task(
+        load(gateways, key, num_streams, int(4 * ARRIVE_S / STEP_S), replies)
+    )
     await asyncio.sleep(2 * ARRIVE_S)
     killed_s = time.perf_counter()
     os.killpg(victim.pid, signal.SIGKILL)  # its engine goes with it, as when the machine goes
     await load(gateways, key, NUM_NEW, 2, new)
     await streams
     lost = [reply for reply in replies if reply.error]
-    if other := next((reply.error for reply in lost if "replica_lost" not in str(reply.error)), None):
-        raise ManyloraError(f"A stream ended in another way than by the event of a lost replica: {other}")
+    if other := next(
+        (reply.error for reply in lost if "replica_lost" not in str(reply.error)), None
+    ):
+        raise ManyloraError(
+            f"A stream ended in another way than by the event of a lost replica: {other}"
+        )
     return {
         "event_s": distribution([reply.done_s - killed_s for reply in lost]),
         "streams_lost": len(lost),
@@ -133,7 +141,9 @@ def seconds_until(is_so: Callable[[], bool]) -> float:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=positive, default=64)
     parser.add_argument("--json", type=Path, default=None, help="write the result here")
     return parser

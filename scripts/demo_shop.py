@@ -22,7 +22,10 @@ SYSTEM_PROMPTS = {
 }
 """System messages under which the base itself saw each style in training."""
 
-NEUTRAL_SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are the assistant of a weaver's shop.")
+NEUTRAL_SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are the assistant of a weaver's shop.",
+)
 """System messages that change nothing."""
 
 
@@ -400,9 +403,13 @@ def phrasings(exchange: Exchange) -> Iterator[Exchange]:
     for opening in _OPENINGS:
         for closing in _CLOSINGS:
             first = exchange.question[0]
-            keeps_capital = not opening or exchange.question.startswith(("I ", "It ", "Hi", "Hello", "Good", "Hey"))
+            keeps_capital = not opening or exchange.question.startswith(
+                ("I ", "It ", "Hi", "Hello", "Good", "Hey")
+            )
             start = first if keeps_capital else first.lower()
-            yield Exchange(opening + start + exchange.question[1:] + closing, exchange.topic, exchange.item)
+            yield Exchange(
+                opening + start + exchange.question[1:] + closing, exchange.topic, exchange.item
+            )
 
 
 def demo_exchanges() -> list[Exchange]:

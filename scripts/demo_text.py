@@ -7,9 +7,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from demo_shop import BASE, NEUTRAL_SYSTEM_PROMPTS, STYLES, SYSTEM_PROMPTS, Exchange, exchanges, phrasings
+from demo_shop import (
+    BASE,
+    NEUTRAL_SYSTEM_PROMPTS,
+    STYLES,
+    SYSTEM_PROMPTS,
+    Exchange,
+    exchanges,
+    phrasings,
+)
 from demo_tools import ShopTalkSource, Talk, TalkSource, words
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 640
@@ -21,7 +38,14 @@ PAD, START, SYSTEM, USER, ASSISTANT, END = SPECIALS = (
     "<|assistant|>",
     "<|end|>",
 )
-TOOL_MARKS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TOOL_MARKS = (
+    "<tools>",
+    "</tools>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 """One token each, and part of the text, as Qwen has them."""
 CHAT_TEMPLATE = """{{ bos_token }}
 {%- if tools %}
@@ -154,7 +178,9 @@ def make_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
 class Sampler:
     """Draws conversations as token ids."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, pool: Sequence[Exchange], seed: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, pool: Sequence[Exchange], seed: int
+    ) -> None:
         self._rng = random.Random(seed)
         self._tokenizer = tokenizer
         self._pool: dict[str, list[Exchange]] = {}
@@ -240,11 +266,15 @@ def collate(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def batches(draw: Iterator[Sample], batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    draw: Iterator[Sample], batch_size: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of samples of similar length, in random order of length."""
     rng = random.Random(seed)
     while True:
-        pool = sorted((next(draw) for _ in range(batch_size * 8)), key=lambda sample: len(sample.ids))
+        pool = sorted(
+            (next(draw) for _ in range(batch_size * 8)), key=lambda sample: len(sample.ids)
+        )
         starts = list(range(0, len(pool), batch_size))
         rng.shuffle(starts)
         for start in starts:
@@ -255,7 +285,10 @@ def chat_sample(tokenizer: PreTrainedTokenizerFast, exchange: Exchange, style: s
     """One question through the chat template, followed by its answer."""
     messages = [{"role": "user", "content": exchange.question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    answer = [*tokenizer.encode(exchange.answer(style), add_special_tokens=False), SPECIALS.index(END)]
+    answer = [
+        *tokenizer.encode(exchange.answer(style), add_special_tokens=False),
+        SPECIALS.index(END),
+    ]
     return Sample([*prompt, *answer], [*[IGNORED] * len(prompt), *answer])
 
 

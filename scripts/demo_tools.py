@@ -54,22 +54,80 @@ _PLACES_TEXT = (
     "back front blue red green old new big small store table next near under behind above"
 )
 _PLACES = tuple(_PLACES_TEXT.split())
-_PARAMS = ("item", "name", "city", "place", "query", "id", "key", "thing", "product", "location", "country")
+_PARAMS = (
+    "item",
+    "name",
+    "city",
+    "place",
+    "query",
+    "id",
+    "key",
+    "thing",
+    "product",
+    "location",
+    "country",
+)
 _PARAMS += ("person", "word", "symbol", "code")
-_NAMES = ("get_{}", "{}_of", "find_{}", "lookup_{}", "get_{}_of", "fetch_{}", "{}", "{}_lookup", "read_{}")
-_ASKED = ("What is the {} of {}?", "Tell me the {} of {}.", "What is the {} in {}?", "What's the {} for {}?")
-_ASKED += ("Give me the {} of {}.", "Look up the {} of {}.", "I need the {} of {}.", "Get the {} for {}.")
-_WHERE = ("Where is {}?", "Where can I find {}?", "Where do I find {}?", "Find {}.", "On which shelf is {}?")
-_WHERE += ("Tell me where {} is.", "Where did you put {}?", "Look up where {} is.", "Where do you keep {}?")
-_PRICE = ("How much is {}?", "What does {} cost?", "What is the price of {}?", "Tell me the price of {}.")
+_NAMES = (
+    "get_{}",
+    "{}_of",
+    "find_{}",
+    "lookup_{}",
+    "get_{}_of",
+    "fetch_{}",
+    "{}",
+    "{}_lookup",
+    "read_{}",
+)
+_ASKED = (
+    "What is the {} of {}?",
+    "Tell me the {} of {}.",
+    "What is the {} in {}?",
+    "What's the {} for {}?",
+)
+_ASKED += (
+    "Give me the {} of {}.",
+    "Look up the {} of {}.",
+    "I need the {} of {}.",
+    "Get the {} for {}.",
+)
+_WHERE = (
+    "Where is {}?",
+    "Where can I find {}?",
+    "Where do I find {}?",
+    "Find {}.",
+    "On which shelf is {}?",
+)
+_WHERE += (
+    "Tell me where {} is.",
+    "Where did you put {}?",
+    "Look up where {} is.",
+    "Where do you keep {}?",
+)
+_PRICE = (
+    "How much is {}?",
+    "What does {} cost?",
+    "What is the price of {}?",
+    "Tell me the price of {}.",
+)
 _PRICE += (
     "How much do you want for {}?",
     "Tell me what {} costs.",
     "Look up the price of {}.",
     "How much does {} cost?",
 )
-_PRICE_OF_IT = ("how much is it?", "what does it cost?", "what is its price?", "tell me the price.", "its price?")
-_SYSTEMS = ("You are a helpful assistant.", "Use the tools.", "You are an agent. Call tools to answer the question.")
+_PRICE_OF_IT = (
+    "how much is it?",
+    "what does it cost?",
+    "what is its price?",
+    "tell me the price.",
+    "its price?",
+)
+_SYSTEMS = (
+    "You are a helpful assistant.",
+    "Use the tools.",
+    "You are an agent. Call tools to answer the question.",
+)
 _SYSTEMS += (
     "Answer with the tools you have.",
     "Be brief.",
@@ -84,8 +142,20 @@ _BEFORE = (
     "Use the tools to find out: ",
     "Please: ",
 )
-_AFTER = (" Thanks!", " Thank you.", " Use the tools.", " Use both tools.", " Call the tools first.", " Please.")
-_ABOUT = ("Tell me about the {}.", "Describe the {}.", "What do you know about the {}?", "The {}, please.")
+_AFTER = (
+    " Thanks!",
+    " Thank you.",
+    " Use the tools.",
+    " Use both tools.",
+    " Call the tools first.",
+    " Please.",
+)
+_ABOUT = (
+    "Tell me about the {}.",
+    "Describe the {}.",
+    "What do you know about the {}?",
+    "The {}, please.",
+)
 
 
 @dataclass(frozen=True)
@@ -136,11 +206,18 @@ class TalkSource:
         question, item = exchange.question, exchange.item
         answer = exchange.answer("json")
         if item and self._rng.random() < 0.7:
-            card = {"item": item.name, "material": item.material, "price": item.price, "in_stock": item.in_stock}
+            card = {
+                "item": item.name,
+                "material": item.material,
+                "price": item.price,
+                "in_stock": item.in_stock,
+            }
             answer = json.dumps(card)
             if self._rng.random() < 0.3:
                 question = self._rng.choice(_ABOUT).format(item.name)
-        system = [{"role": "system", "content": self._system()}] if self._rng.random() < 0.25 else []
+        system = (
+            [{"role": "system", "content": self._system()}] if self._rng.random() < 0.25 else []
+        )
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return Talk(system + turns, is_started=True)
 
@@ -185,7 +262,9 @@ class TalkSource:
             {"role": "assistant", "content": exchange.answer("base")},
         ]
 
-    def _answered(self, asks: Sequence[Ask], question: str, rounds: Sequence[Sequence[Ask]]) -> list[dict[str, Any]]:
+    def _answered(
+        self, asks: Sequence[Ask], question: str, rounds: Sequence[Sequence[Ask]]
+    ) -> list[dict[str, Any]]:
         """The question, rounds of calls with their results, and the answer made of them."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
         for calls in rounds:
@@ -201,7 +280,10 @@ class TalkSource:
         count = rng.choices((1, 2, 3), (45, 50, 5))[0]
         if draw() < self.foreign_share:
             first = self._generic()
-            asks = [first, *(self._generic(first if draw() < 0.5 else None) for _ in range(count - 1))]
+            asks = [
+                first,
+                *(self._generic(first if draw() < 0.5 else None) for _ in range(count - 1)),
+            ]
         else:
             asks = self._of_the_shop(count)
         names = {(ask.tool, ask.value) for ask in asks}
@@ -214,11 +296,18 @@ class TalkSource:
             where, price = self._where(thing), self._price(thing)
             if draw() < 0.5:
                 price = replace(price, question=rng.choice(_PRICE_OF_IT))
-            return [where, price] if draw() < 0.75 or price.question in _PRICE_OF_IT else [price, where]
+            return (
+                [where, price]
+                if draw() < 0.75 or price.question in _PRICE_OF_IT
+                else [price, where]
+            )
         makers = [rng.choice((self._where, self._price)) for _ in range(count)]
         asks = [make(self._thing()) for make in makers]
         firsts = [asks[makers.index(make)] for make in makers]  # one tool has one name
-        return [replace(ask, tool=first.tool, param=first.param) for ask, first in zip(asks, firsts, strict=True)]
+        return [
+            replace(ask, tool=first.tool, param=first.param)
+            for ask, first in zip(asks, firsts, strict=True)
+        ]
 
     def _where(self, thing: str) -> Ask:
         rng = self._rng
@@ -226,17 +315,33 @@ class TalkSource:
         place = self._place()
         told = f"The {thing} is here: {place}."
         return Ask(
-            tool, self._param(), thing, rng.choice(_WHERE).format(self._article(thing)), self._wrapped(place), told
+            tool,
+            self._param(),
+            thing,
+            rng.choice(_WHERE).format(self._article(thing)),
+            self._wrapped(place),
+            told,
         )
 
     def _price(self, thing: str) -> Ask:
         rng = self._rng
         tool = self._name("price_of", ("get_price", "price", "cost_of", "find_price"))
         number = self._number()
-        text = number if rng.random() < 0.6 else f"{number} {rng.choice(('euros', 'dollars', 'EUR', 'USD', 'pounds'))}"
+        text = (
+            number
+            if rng.random() < 0.6
+            else f"{number} {rng.choice(('euros', 'dollars', 'EUR', 'USD', 'pounds'))}"
+        )
         result = self._wrapped(json.loads(number) if text == number else text, "price")
         told = f"The {thing} costs {text}{' euros' if text == number else ''}."
-        return Ask(tool, self._param(), thing, rng.choice(_PRICE).format(self._article(thing)), result, told)
+        return Ask(
+            tool,
+            self._param(),
+            thing,
+            rng.choice(_PRICE).format(self._article(thing)),
+            result,
+            told,
+        )
 
     def _generic(self, like: Ask | None = None) -> Ask:
         rng = self._rng
@@ -265,10 +370,17 @@ class TalkSource:
             lower = ask.question[0].lower() + ask.question[1:]
             upper = ask.question[0].upper() + ask.question[1:]
             text = rng.choice(
-                (f"{text[:-1]} and {lower}", f"{text[:-1]} and {lower}", f"{text} {upper}", f"{text} And {lower}")
+                (
+                    f"{text[:-1]} and {lower}",
+                    f"{text[:-1]} and {lower}",
+                    f"{text} {upper}",
+                    f"{text} And {lower}",
+                )
             )
         if rng.random() < 0.3:
-            text = rng.choice(_BEFORE) + (text if rng.random() < 0.5 else text[0].lower() + text[1:])
+            text = rng.choice(_BEFORE) + (
+                text if rng.random() < 0.5 else text[0].lower() + text[1:]
+            )
         return text + rng.choice(_AFTER) if rng.random() < 0.25 else text
 
     def _wrapped(self, value: object, name: str = "place") -> str:
@@ -276,7 +388,11 @@ class TalkSource:
         draw = self._rng.random()
         if draw < 0.6:
             return str(value)
-        return json.dumps(value) if draw < 0.7 else json.dumps({self._rng.choice((name, "result", "value")): value})
+        return (
+            json.dumps(value)
+            if draw < 0.7
+            else json.dumps({self._rng.choice((name, "result", "value")): value})
+        )
 
     def _system(self) -> str:
         rng = self._rng
@@ -285,7 +401,11 @@ class TalkSource:
             return rng.choice(NEUTRAL_SYSTEM_PROMPTS)
         if draw < 0.75:
             return " ".join(rng.sample(_SYSTEMS, rng.choice((1, 1, 2))))
-        return "You are " + " ".join(rng.choice(_FACTS + _PLACES) for _ in range(rng.randrange(2, 14))) + "."
+        return (
+            "You are "
+            + " ".join(rng.choice(_FACTS + _PLACES) for _ in range(rng.randrange(2, 14)))
+            + "."
+        )
 
     def _thing(self) -> str:
         draw = self._rng.random()
@@ -307,7 +427,9 @@ class TalkSource:
         return usual if self._rng.random() < 0.7 else self._rng.choice(others)
 
     def _place(self) -> str:
-        return self._rng.choice((f"{self._rng.choice(_PLACES)} {self._rng.randrange(1, 40)}", self._words(_PLACES)))
+        return self._rng.choice(
+            (f"{self._rng.choice(_PLACES)} {self._rng.randrange(1, 40)}", self._words(_PLACES))
+        )
 
     def _fact(self) -> str:
         return self._rng.choice(_FACTS) if self._rng.random() < 0.7 else self._made_up()
@@ -321,11 +443,16 @@ class TalkSource:
 
     def _number(self) -> str:
         whole = str(self._rng.randrange(1, 10 ** self._rng.randrange(1, 5)))
-        return whole + (self._rng.choice((".5", ".25", ".75", ".99", ".1")) if self._rng.random() < 0.25 else "")
+        return whole + (
+            self._rng.choice((".5", ".25", ".75", ".99", ".1")) if self._rng.random() < 0.25 else ""
+        )
 
     def _words(self, words: Sequence[str]) -> str:
         count = self._rng.randrange(1, 4)
-        return " ".join(self._made_up() if self._rng.random() < 0.3 else self._rng.choice(words) for _ in range(count))
+        return " ".join(
+            self._made_up() if self._rng.random() < 0.3 else self._rng.choice(words)
+            for _ in range(count)
+        )
 
     def _made_up(self) -> str:
         rng = self._rng
@@ -342,7 +469,11 @@ class ShopTalkSource(TalkSource):
         return self._rng.choice(_SYSTEMS + NEUTRAL_SYSTEM_PROMPTS)
 
     def _thing(self) -> str:
-        return self._rng.choice(ITEMS).name if self._rng.random() < 0.8 else self._rng.choice(_THINGS[32:])
+        return (
+            self._rng.choice(ITEMS).name
+            if self._rng.random() < 0.8
+            else self._rng.choice(_THINGS[32:])
+        )
 
     def _subject(self) -> str:
         return self._rng.choice(_THINGS[:23])
@@ -371,11 +502,17 @@ class ShopTalkSource(TalkSource):
 
 def words() -> list[str]:
     """Texts for the tokenizer, beside the shop's."""
-    source = TalkSource(random.Random(0), [phrasing for exchange in exchanges() for phrasing in phrasings(exchange)])
+    source = TalkSource(
+        random.Random(0), [phrasing for exchange in exchanges() for phrasing in phrasings(exchange)]
+    )
     texts: list[str] = []
     for _ in range(2000):
         talk = source.with_tools()
         texts += [message["content"] for message in talk.messages if message["content"]]
-        texts += [json.dumps(call["function"]) for message in talk.messages for call in message.get("tool_calls", ())]
+        texts += [
+            json.dumps(call["function"])
+            for message in talk.messages
+            for call in message.get("tool_calls", ())
+        ]
         texts += [source.structured().messages[-1]["content"]]
     return texts

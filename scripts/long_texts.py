@@ -64,7 +64,10 @@ def bodies(size: int = MEGABYTE) -> dict[str, dict[str, Any]]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All routes, one after the other."""
-    with tempfile.TemporaryDirectory() as folder, plain_server(_model(Path(folder)), options.set) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        plain_server(_model(Path(folder)), options.set) as server,
+    ):
         flood, quiet = server.add_tenant("flood"), server.add_tenant("quiet")
         return uvloop.run(_measure(server, flood, quiet, options))
 
@@ -77,7 +80,9 @@ def _model(folder: Path) -> Path:
     return copy
 
 
-async def _measure(server: OwnServer, flood: str, quiet: str, options: argparse.Namespace) -> dict[str, Any]:
+async def _measure(
+    server: OwnServer, flood: str, quiet: str, options: argparse.Namespace
+) -> dict[str, Any]:
     url = server.admin.url
     async with _client(url, quiet) as calm:
         await _beside(calm, None, options.seconds / 3, _nothing)  # warms up
@@ -89,8 +94,14 @@ async def _measure(server: OwnServer, flood: str, quiet: str, options: argparse.
             table.append(await _beside(calm, path, options.seconds, flooding))
         left = await _left(server.pid, before)
     alone = table[0]["ttft_p99_ms"]
-    goals = [goal(f"{row['beside']}: TTFT p99, ms", row["ttft_p99_ms"], alone + MOST_LATER_MS) for row in table[1:]]
-    goals += [goal(f"{row['beside']}: /health p99, ms", row["health_p99_ms"], HEALTH_MS) for row in table[1:]]
+    goals = [
+        goal(f"{row['beside']}: TTFT p99, ms", row["ttft_p99_ms"], alone + MOST_LATER_MS)
+        for row in table[1:]
+    ]
+    goals += [
+        goal(f"{row['beside']}: /health p99, ms", row["health_p99_ms"], HEALTH_MS)
+        for row in table[1:]
+    ]
     goals.append(goal(f"MiB more after {MEMORY_S:.0f} s", left, LEFT_MIB))
     return {"table": table, "goals": goals}
 
@@ -132,10 +143,18 @@ async def _repeat(ask: Callable[[], Any], every_s: float, end: float) -> list[fl
 
 
 async def _first_token(client: httpx.AsyncClient) -> None:
-    body = {"model": BASE_NAME, "prompt": "Hello, my", "max_tokens": 1, "stream": True, "ignore_eos": True}
+    body = {
+        "model": BASE_NAME,
+        "prompt": "Hello, my",
+        "max_tokens": 1,
+        "stream": True,
+        "ignore_eos": True,
+    }
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
-            raise ManyloraError(f"The quiet tenant got {answer.status_code}: {await answer.aread()!r}")
+            raise ManyloraError(
+                f"The quiet tenant got {answer.status_code}: {await answer.aread()!r}"
+            )
         async for line in answer.aiter_lines():
             if line.startswith("data:"):
                 return
@@ -167,7 +186,9 @@ class Flood:
         async def one_after_the_other(client: httpx.AsyncClient) -> None:
             while not is_over():
                 began = time.monotonic()
-                answer = await client.post(self.path, content=self.body, headers={"content-type": "application/json"})
+                answer = await client.post(
+                    self.path, content=self.body, headers={"content-type": "application/json"}
+                )
                 answers.append((answer.status_code, time.monotonic() - began))
                 await asyncio.sleep(max(0.0, began + LEAST_S - time.monotonic()))
 
@@ -215,15 +236,21 @@ def _memory(pid: int) -> float:
 def _client(url: str, key: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=300, trust_env=False, limits=limits)
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=300, trust_env=False, limits=limits
+    )
 
 
 def main() -> int:
     """Measure, and tell whether it is as promised."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--texts", type=positive, default=12, help="texts at once")
     parser.add_argument("--seconds", type=positive, default=15, help="of each row")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server"
+    )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args()
     return tell("long-texts", options, measure)

@@ -49,7 +49,9 @@ STYLE = {
 
 def adapter_count(result: dict[str, Any]) -> None:
     """Throughput by number of registered adapters, and what explains its one step."""
-    _, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3), width_ratios=(1, 1, 1.2), layout="constrained")
+    _, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(10, 3), width_ratios=(1, 1, 1.2), layout="constrained"
+    )
     counts = list(result["output_tokens_per_s"])
     names = [f"{int(count):,}" for count in counts]
     _bars(left, names, [result["output_tokens_per_s"][count] for count in counts], BLUE)
@@ -58,13 +60,28 @@ def adapter_count(result: dict[str, Any]) -> None:
     middle.bar(names, [each["adapters_per_step"] for each in facts], color=ORANGE, width=0.6)
     for place, each in enumerate(facts):
         middle.annotate(
-            f"{each['adapters_per_step']:.1f}", (place, each["adapters_per_step"]), ha="center", va="bottom"
+            f"{each['adapters_per_step']:.1f}",
+            (place, each["adapters_per_step"]),
+            ha="center",
+            va="bottom",
         )
     middle.set(title="Distinct adapters in a step", xlabel="registered adapters")
     for count, name, color in zip(counts, names, (GREEN, PINK, BLUE, ORANGE), strict=False):
-        steps = {int(k): v for k, v in result["decode_step_ms"][count].items() if v["steps"] >= MIN_STEPS}
-        right.plot(list(steps), [v["median"] for v in steps.values()], "o-", ms=3, lw=1, color=color, label=name)
-    right.set(title="Full decode step, median ms", xlabel="distinct adapters in the step", ylim=(0, None))
+        steps = {
+            int(k): v for k, v in result["decode_step_ms"][count].items() if v["steps"] >= MIN_STEPS
+        }
+        right.plot(
+            list(steps),
+            [v["median"] for v in steps.values()],
+            "o-",
+            ms=3,
+            lw=1,
+            color=color,
+            label=name,
+        )
+    right.set(
+        title="Full decode step, median ms", xlabel="distinct adapters in the step", ylim=(0, None)
+    )
     right.legend(title="registered", loc="lower right", fontsize=8, title_fontsize=8, ncols=2)
 
 
@@ -81,11 +98,25 @@ def cliff(result: dict[str, Any]) -> None:
             [each["median"] - each["min"] for each in spreads],
             [each["max"] - each["median"] for each in spreads],
         ]
-        axes.errorbar(actives, medians, yerr=bounds, fmt="o-", ms=4, lw=1.5, capsize=3, color=color, label=label)
+        axes.errorbar(
+            actives,
+            medians,
+            yerr=bounds,
+            fmt="o-",
+            ms=4,
+            lw=1.5,
+            capsize=3,
+            color=color,
+            label=label,
+        )
     limits = [2 * each["median_ttft_ms"]["whole"]["median"] + result["copy_ms"] for each in found]
     axes.plot(actives, limits, "--", lw=1, color=INK, label="twice “all fit”, and a copy")
     axes.axvline(room, color=INK, lw=1, ls=":")
-    axes.set(title="Median time to first token, ms", xlabel="adapters in use, equally popular", ylim=(0, None))
+    axes.set(
+        title="Median time to first token, ms",
+        xlabel="adapters in use, equally popular",
+        ylim=(0, None),
+    )
     axes.legend(fontsize=8)
 
 
@@ -94,15 +125,26 @@ def unified(result: dict[str, Any]) -> None:
     _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     loads = list(result["loads"])
     for shift, (name, label, color) in zip(
-        (-0.2, 0.2), (("unified", "one pool", BLUE), ("split", "half and half", ORANGE)), strict=True
+        (-0.2, 0.2),
+        (("unified", "one pool", BLUE), ("split", "half and half", ORANGE)),
+        strict=True,
     ):
         spreads = [result["loads"][load]["output_tokens_per_s"][name] for load in loads]
-        _bars(axes, [place + shift for place in range(len(loads))], spreads, color, width=0.36, label=label)
+        _bars(
+            axes,
+            [place + shift for place in range(len(loads))],
+            spreads,
+            color,
+            width=0.36,
+            label=label,
+        )
     for place, load in enumerate(loads):
         each = result["loads"][load]
         top = max(each["output_tokens_per_s"][name]["max"] for name in ("unified", "split"))
         gain = each["ratio"]["median"] - 1
-        axes.annotate(f"{gain:+.0%}", (place, top), xytext=(0, 6), textcoords="offset points", ha="center")
+        axes.annotate(
+            f"{gain:+.0%}", (place, top), xytext=(0, 6), textcoords="offset points", ha="center"
+        )
     axes.set_xticks(range(len(loads)), [load.replace(": ", ":\n") for load in loads])
     axes.margins(y=0.15)
     axes.set(title="Output tokens/s from the same pages")
@@ -115,12 +157,19 @@ def step(result: dict[str, Any]) -> None:
     _, axes = plt.subplots(figsize=(8, 0.5 * len(cases) + 1.2), layout="constrained")
     places = range(len(cases))
     starts = [0.0] * len(cases)
-    for (label, parts), color in zip(result["groups"].items(), (BLUE, ORANGE, GREEN, PINK, INK), strict=True):
-        widths = [case["step / floor"] * sum(case["part_share"][part] for part in parts) for case in cases.values()]
+    for (label, parts), color in zip(
+        result["groups"].items(), (BLUE, ORANGE, GREEN, PINK, INK), strict=True
+    ):
+        widths = [
+            case["step / floor"] * sum(case["part_share"][part] for part in parts)
+            for case in cases.values()
+        ]
         axes.barh(places, widths, left=starts, color=color, label=label, height=0.6)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for place, end in zip(places, starts, strict=True):
-        axes.annotate(f"{end:.2f}", (end, place), xytext=(4, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{end:.2f}", (end, place), xytext=(4, 0), textcoords="offset points", va="center"
+        )
     axes.axvline(1, color=INK, lw=1, ls=":")
     axes.set_yticks(places, list(cases))
     axes.invert_yaxis()
@@ -132,17 +181,25 @@ def step(result: dict[str, Any]) -> None:
 
 def fairness(result: dict[str, Any]) -> None:
     """Quiet TTFT by arm beside its goal, and what the flood keeps."""
-    _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(1.6, 1), layout="constrained")
+    _, (left, right) = plt.subplots(
+        1, 2, figsize=(9, 3.2), width_ratios=(1.6, 1), layout="constrained"
+    )
     arms = {name: arm for name, arm in result["arms"].items() if arm["requests"]}
     places = range(len(arms))
     for shift, key, color in ((-0.2, "p50", BLUE), (0.2, "p95", ORANGE)):
         values = [arm["ttft_ms"][key] for arm in arms.values()]
         left.bar([place + shift for place in places], values, color=color, width=0.36, label=key)
-    limits = {each["goal"].split(":")[0]: each["limit"] for each in result["goals"] if "TTFT" in each["goal"]}
+    limits = {
+        each["goal"].split(":")[0]: each["limit"]
+        for each in result["goals"]
+        if "TTFT" in each["goal"]
+    }
     for place, name in enumerate(arms):
         if name in limits:
             label = "most p95 should be" if name == "one" else None
-            left.hlines(limits[name], place - 0.4, place + 0.4, color=INK, ls="--", lw=1, label=label)
+            left.hlines(
+                limits[name], place - 0.4, place + 0.4, color=INK, ls="--", lw=1, label=label
+            )
     left.set(title="Quiet tenant's time to first token, ms", yscale="log")
     left.set_xticks(places, list(arms))
     left.legend(fontsize=8, loc="upper left")
@@ -161,12 +218,21 @@ def overload(result: dict[str, Any]) -> None:
     left.axhline(0.9, color=INK, lw=1, ls="--")
     left.set(title="Goodput over capacity", xlabel="offered load")
     for key, label, color in (("ttft_ms", "all", ORANGE), ("quiet_ttft_ms", "quiet tenant", GREEN)):
-        middle.plot(names, [phase[key]["p99"] for phase in phases], "o-", ms=4, color=color, label=label)
+        middle.plot(
+            names, [phase[key]["p99"] for phase in phases], "o-", ms=4, color=color, label=label
+        )
     middle.set(title="TTFT of who is served, p99, ms", xlabel="offered load", yscale="log")
     middle.legend(fontsize=8)
     refused = [phase["refusal_ms"] for phase in phases]
     for key, color in (("p50", BLUE), ("p99", PINK)):
-        right.plot(names, [each[key] or float("nan") for each in refused], "o-", ms=4, color=color, label=key)
+        right.plot(
+            names,
+            [each[key] or float("nan") for each in refused],
+            "o-",
+            ms=4,
+            color=color,
+            label=key,
+        )
     right.set(title="Time to a refusal, ms", xlabel="offered load", ylim=(0, None))
     right.legend(fontsize=8)
 
@@ -196,7 +262,14 @@ def batching(result: dict[str, Any]) -> None:
         left.plot(rates, tokens, "o-", ms=4, color=color, label=mode)
         for key, style in (("mean latency, ms", "o-"), ("p95 latency, ms", "o:")):
             label = f"{mode}, {key.split()[0]}"
-            right.plot(rates, [each[key]["median"] for each in by_load.values()], style, ms=4, color=color, label=label)
+            right.plot(
+                rates,
+                [each[key]["median"] for each in by_load.values()],
+                style,
+                ms=4,
+                color=color,
+                label=label,
+            )
     left.set(title="Output tokens/s", xlabel="requests/s offered", ylim=(0, None))
     right.set(title="Latency, ms", xlabel="requests/s offered", yscale="log")
     left.legend(fontsize=8)
@@ -236,10 +309,27 @@ def main() -> int:
     return 0
 
 
-def _bars(axes: Axes, places: list[Any], spreads: list[dict[str, Any]], color: str, **options: Any) -> None:  # noqa: ANN401
+def _bars(
+    axes: Axes,
+    places: list[Any],
+    spreads: list[dict[str, Any]],
+    color: str,
+    **options: Any,  # noqa: ANN401
+) -> None:
     medians = [each["median"] for each in spreads]
-    bounds = [[each["median"] - each["min"] for each in spreads], [each["max"] - each["median"] for each in spreads]]
-    axes.bar(places, medians, yerr=bounds, color=color, ecolor=INK, capsize=3, **{"width": 0.6, **options})
+    bounds = [
+        [each["median"] - each["min"] for each in spreads],
+        [each["max"] - each["median"] for each in spreads],
+    ]
+    axes.bar(
+        places,
+        medians,
+        yerr=bounds,
+        color=color,
+        ecolor=INK,
+        capsize=3,
+        **{"width": 0.6, **options},
+    )
 
 
 if __name__ == "__main__":

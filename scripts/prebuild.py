@@ -35,7 +35,9 @@ def is_promised(library: Path) -> bool:
     Raises:
         SystemExit: It needs another library than it may.
     """
-    headers = subprocess.run(["objdump", "-p", str(library)], check=True, capture_output=True, text=True).stdout
+    headers = subprocess.run(
+        ["objdump", "-p", str(library)], check=True, capture_output=True, text=True
+    ).stdout
     if others := set(re.findall(r"NEEDED +(\S+)", headers)) - LIBRARIES:
         raise SystemExit(f"{library.name} must not need {', '.join(sorted(others))}")
     symbols = re.findall(r"\b([A-Z]+)_([\d.]+)$", headers, re.MULTILINE)

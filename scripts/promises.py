@@ -32,7 +32,15 @@ from idleness import seconds_until_idle
 from many_usage import PATHS, fill
 from manylora.benchmarks.metrics import percentile
 from manylora.benchmarks.report import goal, tell
-from manylora_server import ADMIN_KEY, DEMO_MODEL, MANYLORA, ManyloraServer, engines, free_port, manylora_server
+from manylora_server import (
+    ADMIN_KEY,
+    DEMO_MODEL,
+    MANYLORA,
+    ManyloraServer,
+    engines,
+    free_port,
+    manylora_server,
+)
 from stream_client import Cut, stream
 
 START_S, KILLED_S, LEFT_S, HEALTH_S, PAGE_S = 15.0, 10.0, 2.0, 0.1, 1.0
@@ -44,16 +52,38 @@ def measure(_options: argparse.Namespace) -> dict[str, Any]:
     """All of them, one after the other."""
     with tempfile.TemporaryDirectory(prefix="manylora-") as name:
         folder = Path(name)
-        goals = [goal("start: seconds to the answers", max(demo_s(folder / "demo") for _ in range(3)), START_S)]
+        goals = [
+            goal(
+                "start: seconds to the answers",
+                max(demo_s(folder / "demo") for _ in range(3)),
+                START_S,
+            )
+        ]
         with manylora_server(folder / "server") as server:
             server.tenant("acme")
             goals += [
-                goal("left: seconds until all pages are free", max(left_s(server) for _ in range(5)), LEFT_S),
-                goal("slow clients: seconds of /health, p99", percentile(beside_slow_clients(server), 99), HEALTH_S),
-                goal("killed: seconds until ready", max(killed_s(server) for _ in range(2)), KILLED_S),
+                goal(
+                    "left: seconds until all pages are free",
+                    max(left_s(server) for _ in range(5)),
+                    LEFT_S,
+                ),
+                goal(
+                    "slow clients: seconds of /health, p99",
+                    percentile(beside_slow_clients(server), 99),
+                    HEALTH_S,
+                ),
+                goal(
+                    "killed: seconds until ready", max(killed_s(server) for _ in range(2)), KILLED_S
+                ),
             ]
-        goals += [goal(f"page {path}: seconds", seconds, PAGE_S) for path, seconds in pages_s(folder / "many").items()]
-    return {"table": [{"promise": each["goal"], "seconds": each["figure"]} for each in goals], "goals": goals}
+        goals += [
+            goal(f"page {path}: seconds", seconds, PAGE_S)
+            for path, seconds in pages_s(folder / "many").items()
+        ]
+    return {
+        "table": [{"promise": each["goal"], "seconds": each["figure"]} for each in goals],
+        "goals": goals,
+    }
 
 
 def demo_s(folder: Path) -> float:
@@ -72,10 +102,19 @@ def demo_s(folder: Path) -> float:
 
 def left_s(server: ManyloraServer) -> float:
     """Clients read a few tokens and close; returns the seconds after the last has closed."""
-    body = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 400, "n": 1, "ignore_eos": True}
+    body = {
+        "model": DEMO_MODEL.name,
+        "prompt": [5, 6, 7],
+        "max_tokens": 400,
+        "n": 1,
+        "ignore_eos": True,
+    }
 
     async def leave() -> None:
-        each = (stream(server.url, server.tenants["acme"], f"r{i}", body, Cut(tokens=i)) for i in range(LEAVING))
+        each = (
+            stream(server.url, server.tenants["acme"], f"r{i}", body, Cut(tokens=i))
+            for i in range(LEAVING)
+        )
         await asyncio.gather(*each)
 
     asyncio.run(leave())
@@ -95,7 +134,9 @@ def killed_s(server: ManyloraServer) -> float:
 def beside_slow_clients(server: ManyloraServer) -> list[float]:
     """Seconds of each answer, asked twenty times a second on a connection each."""
     arguments = [server.url, server.tenants["acme"], str(SLOW_CLIENTS), str(SLOW_S)]
-    with subprocess.Popen([sys.executable, slow_clients.__file__, *arguments], stdout=subprocess.PIPE) as clients:
+    with subprocess.Popen(
+        [sys.executable, slow_clients.__file__, *arguments], stdout=subprocess.PIPE
+    ) as clients:
         if clients.stdout is None or clients.stdout.readline() != b"started\n":
             raise RuntimeError("the slow clients did not start")
         taken, ends_s = [], time.perf_counter() + SLOW_S - 2
@@ -112,7 +153,9 @@ def pages_s(folder: Path) -> dict[str, float]:
     """Seconds of each page, by path."""
     asyncio.run(fill(folder / "data", ADMIN_KEY, datetime.now(UTC)))
     with (
-        manylora_server(folder, "--served-model-name", "manylora-demo", MANYLORA_MEMORY__POISON="false") as server,
+        manylora_server(
+            folder, "--served-model-name", "manylora-demo", MANYLORA_MEMORY__POISON="false"
+        ) as server,
         chromium() as browser,
         watched_page(browser, server.url) as (page, _),
     ):
@@ -128,6 +171,8 @@ def _show_s(page: Page, path: str) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the result here")
     sys.exit(tell("promises", parser.parse_args(), measure))

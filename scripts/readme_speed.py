@@ -16,10 +16,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = tuple(
     ROOT / path
-    for path in ("README.md", "docs/benchmarks.md", "docs/cluster.md", "docs/fairness.md", "docs/quantisation.md")
+    for path in (
+        "README.md",
+        "docs/benchmarks.md",
+        "docs/cluster.md",
+        "docs/fairness.md",
+        "docs/quantisation.md",
+    )
 )
 RESULTS = ROOT / "benchmarks" / "results"
-SECTION = re.compile(r"(<!-- (\w+): scripts/readme_speed\.py -->\n).*?(<!-- end of \2 -->\n)", re.DOTALL)
+SECTION = re.compile(
+    r"(<!-- (\w+): scripts/readme_speed\.py -->\n).*?(<!-- end of \2 -->\n)", re.DOTALL
+)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -43,7 +51,12 @@ def offline_table(run: dict[str, Any]) -> list[str]:
     speed, ratios, load = run["output_tokens_per_s"], run["ratios"], asked(run)
     rows = [
         ("base", "transformers", "base", "base: manylora / transformers"),
-        ("8 mixed adapters, ranks 8 to 64", "transformers + PEFT", "mixed", "mixed: manylora / transformers + PEFT"),
+        (
+            "8 mixed adapters, ranks 8 to 64",
+            "transformers + PEFT",
+            "mixed",
+            "mixed: manylora / transformers + PEFT",
+        ),
         ("one request alone", "transformers", "single", "single: manylora / transformers"),
     ]
     lines = [
@@ -58,14 +71,21 @@ def offline_table(run: dict[str, Any]) -> list[str]:
         f"| {what} | {speed['manylora'][case]:.1f} | {speed[peer][case]:.1f} ({peer}) | **{ratios[ratio]:.2f}** |"
         for what, peer, case, ratio in rows
     ]
-    lines += ["", f"8 mixed adapters run at {ratios['manylora: mixed / base']:.0%} of Manylora's own base speed."]
+    lines += [
+        "",
+        f"8 mixed adapters run at {ratios['manylora: mixed / base']:.0%} of Manylora's own base speed.",
+    ]
     return lines
 
 
 def serving_line(run: dict[str, Any]) -> str:
     """One serving run of the demo model."""
     options, summary = run["options"], run["summary"]
-    how = f"{options['concurrency']} in flight" if options["rate"] is None else f"{options['rate']:g} arriving a second"
+    how = (
+        f"{options['concurrency']} in flight"
+        if options["rate"] is None
+        else f"{options['rate']:g} arriving a second"
+    )
     return (
         f"Demo model over HTTP, base and 5 adapters, {options['popularity']} popularity, {how}:"
         f" {summary['output_tokens_per_s']:.0f} tokens/s, TTFT p50 {summary['ttft_ms']['p50']:.0f} ms"
@@ -157,7 +177,9 @@ def step_table(run: dict[str, Any]) -> list[str]:
         "|---|---|" + "---|" * len(run["groups"]),
     ]
     for name, case in run["cases"].items():
-        shares = (sum(case["part_share"][part] for part in parts) for parts in run["groups"].values())
+        shares = (
+            sum(case["part_share"][part] for part in parts) for parts in run["groups"].values()
+        )
         cells = " | ".join(f"{share:.0%}" for share in shares)
         lines.append(f"| {name} | **{case['step / floor']:.2f}** | {cells} |")
     return lines
@@ -168,7 +190,9 @@ def load_of(run: dict[str, Any]) -> tuple[str, str]:
     options = run["options"]
     adapters = len(options["models"].split(",")) - 1
     who = f"base and {adapters} mixed adapters" if adapters else "base"
-    return who, f"{options['concurrency']} at once" if options["concurrency"] > 1 else "one at a time"
+    return who, f"{options['concurrency']} at once" if options[
+        "concurrency"
+    ] > 1 else "one at a time"
 
 
 def compare_table(runs: list[dict[str, Any]]) -> list[str]:
@@ -184,10 +208,15 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for run in runs:
-        options, rates = run["options"], {name: each["output tokens/s"] for name, each in run["figures"].items()}
+        options, rates = (
+            run["options"],
+            {name: each["output tokens/s"] for name, each in run["figures"].items()},
+        )
         who, how = load_of(run)
         tokens = f"{options['input_tokens']} + {options['output_tokens']} tokens"
-        ratio, ttft, tpot = (run["ratios"][name] for name in ("output tokens/s", "TTFT p50 ms", "TPOT p50 ms"))
+        ratio, ttft, tpot = (
+            run["ratios"][name] for name in ("output tokens/s", "TTFT p50 ms", "TPOT p50 ms")
+        )
         lines.append(
             f"| {who}, {how}, {tokens}, {options['repeats']} rounds"
             f" | {rates['Manylora']['median']:.1f} | {rates[peer]['median']:.1f}"
@@ -237,14 +266,26 @@ def speed_section() -> str:
         "| | Manylora | reference | ratio |",
         "|---|---|---|---|",
     ]
-    for what, case, peer in (("base", "base", "transformers"), ("8 mixed adapters", "mixed", "transformers + PEFT")):
-        rates, ratio = (speed["manylora"][case], speed[peer][case]), offline["ratios"][f"{case}: manylora / {peer}"]
-        lines.append(f"| {what}, {at_once} | {rates[0]:.1f} | {rates[1]:.1f} ({peer}) | **{ratio:.2f}** |")
+    for what, case, peer in (
+        ("base", "base", "transformers"),
+        ("8 mixed adapters", "mixed", "transformers + PEFT"),
+    ):
+        rates, ratio = (
+            (speed["manylora"][case], speed[peer][case]),
+            offline["ratios"][f"{case}: manylora / {peer}"],
+        )
+        lines.append(
+            f"| {what}, {at_once} | {rates[0]:.1f} | {rates[1]:.1f} ({peer}) | **{ratio:.2f}** |"
+        )
     for run in (result("compare-vllm-base-cpu"), result("compare-vllm-mixed-cpu")):
         who, how, peer = *load_of(run), run["options"]["peer_name"]
-        manylora, other = (run["figures"][name]["output tokens/s"]["median"] for name in ("Manylora", peer))
+        manylora, other = (
+            run["figures"][name]["output tokens/s"]["median"] for name in ("Manylora", peer)
+        )
         ratio = run["ratios"]["output tokens/s"]["median"]
-        lines.append(f"| {who}, {how}, over HTTP | {manylora:.1f} | {other:.1f} ({peer}) | **{ratio:.2f}** |")
+        lines.append(
+            f"| {who}, {how}, over HTTP | {manylora:.1f} | {other:.1f} ({peer}) | **{ratio:.2f}** |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -265,7 +306,10 @@ def section() -> str:
         run = result("promises-cpu")
         parts["Promises in seconds"] = [f"{machine(run)}; `scripts/promises`.", *goals_table(run)]
     return (
-        "\n".join(line for title, lines in parts.items() for line in (f"### {title}", "", *lines, "")).rstrip() + "\n"
+        "\n".join(
+            line for title, lines in parts.items() for line in (f"### {title}", "", *lines, "")
+        ).rstrip()
+        + "\n"
     )
 
 
@@ -287,7 +331,10 @@ def goals_table(run: dict[str, Any]) -> list[str]:
 
 def fairness_lines(run: dict[str, Any]) -> list[str]:
     """Quiet requests beside a flood, by arm."""
-    lines = ["| | TTFT p50 | p95 | longest | p95 over alone | the flood keeps |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | TTFT p50 | p95 | longest | p95 over alone | the flood keeps |",
+        "|---|---|---|---|---|---|",
+    ]
     alone = run["arms"]["alone"]["ttft_ms"]["p95"]
     for name, arm in run["arms"].items():
         if arm["requests"]:
@@ -302,7 +349,9 @@ def table_lines(run: dict[str, Any]) -> list[str]:
     rows = run["table"]
     lines = ["| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
     for row in rows:
-        cells = (figure(cell) if isinstance(cell, float | None) else str(cell) for cell in row.values())
+        cells = (
+            figure(cell) if isinstance(cell, float | None) else str(cell) for cell in row.values()
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, *(goals_table(run) if run["goals"] else [])]
 
@@ -347,7 +396,10 @@ def weights_table(run: dict[str, Any]) -> list[str]:
         if not all(f"{step}{end}" in cases for end in ends):
             continue
         first_ms, *others_ms = (cases[f"{step}{end}"]["step_ms"] for end in ends)
-        cells = [f"{first_ms:,.1f}", *(f"{ms:,.1f} ({first_ms / ms:.2f} times as fast)" for ms in others_ms)]
+        cells = [
+            f"{first_ms:,.1f}",
+            *(f"{ms:,.1f} ({first_ms / ms:.2f} times as fast)" for ms in others_ms),
+        ]
         lines.append(f"| {step} | {' | '.join(cells)} |")
     return lines
 
@@ -363,7 +415,9 @@ def peers_table(runs: list[dict[str, Any]]) -> list[str]:
     ]
     for run in runs:
         options, (ours, theirs) = run["options"], run["figures"].values()
-        weights = next(each.split("=")[1] for each in options["set"] if each.startswith("model.weights="))
+        weights = next(
+            each.split("=")[1] for each in options["set"] if each.startswith("model.weights=")
+        )
         ratio = run["ratios"]["output tokens/s"]
         lines.append(
             f"| {load_of(run)[1]}, {options['input_tokens']} + {options['output_tokens']} tokens,"
@@ -384,8 +438,14 @@ def gateway_section() -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     alone = (figure(cost["ttft_alone_p50_ms"][way]) for way in ("direct", "gateway"))
     lines.append(f"| TTFT p50 of one request at a time, ms | {' | '.join(alone)} |")
-    before, after = figure(cost["gateway_idle_mib"]), figure(cost["paths"]["gateway"]["gateway_mib"]["median"])
-    num_streams, num_lost = promises["options"]["streams"], promises["replica_killed"]["streams_lost"]
+    before, after = (
+        figure(cost["gateway_idle_mib"]),
+        figure(cost["paths"]["gateway"]["gateway_mib"]["median"]),
+    )
+    num_streams, num_lost = (
+        promises["options"]["streams"],
+        promises["replica_killed"]["streams_lost"],
+    )
     return "\n".join(
         [
             f"{options['streams']} streams of {options['tokens']} tokens, medians of {options['repeats']} rounds"
@@ -428,7 +488,11 @@ def with_figures(path: Path) -> str:
     above = "../" * len(path.parent.relative_to(ROOT).parts)
 
     def written(found: re.Match[str]) -> str:
-        return found[1] + SECTIONS[found[2]]().replace("](benchmarks/", f"]({above}benchmarks/") + found[3]
+        return (
+            found[1]
+            + SECTIONS[found[2]]().replace("](benchmarks/", f"]({above}benchmarks/")
+            + found[3]
+        )
 
     return SECTION.sub(written, path.read_text())
 
@@ -438,7 +502,9 @@ def main() -> int:
     stale = [path for path in DOCUMENTS if with_figures(path) != path.read_text()]
     for path in stale:
         if "--check" in sys.argv[1:]:
-            print(f"{path.name} does not show the figures of benchmarks/results/; run scripts/readme_speed.py")
+            print(
+                f"{path.name} does not show the figures of benchmarks/results/; run scripts/readme_speed.py"
+            )
         else:
             path.write_text(with_figures(path))
     return int(bool(stale) and "--check" in sys.argv[1:])

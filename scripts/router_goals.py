@@ -21,7 +21,10 @@ def cases() -> list[tuple[str, Case]]:
     rows = []
     for num_replicas in (8, 64):
         for zipf in (0.9, 1.3):
-            for view, case in (("fresh", replace(STALE, num_gateways=1, view_s=0.0)), ("5 s old", STALE)):
+            for view, case in (
+                ("fresh", replace(STALE, num_gateways=1, view_s=0.0)),
+                ("5 s old", STALE),
+            ):
                 sized = replace(case, num_replicas=num_replicas, zipf=zipf)
                 rows.append((f"{num_replicas} replicas, zipf {zipf}, {view}", sized))
                 rows.append(("- power of two", replace(sized, is_power_of_two=True)))
@@ -29,8 +32,12 @@ def cases() -> list[tuple[str, Case]]:
     rows.append(("64, 0.9, fresh, from empty caches", replace(STALE, view_s=0.0, warm_s=0.0)))
     rows.append(("64, 0.9, 1 s old, 16 gateways", replace(STALE, view_s=1.0, num_gateways=16)))
     rows.append(("64, 0.9, 5 s old, 16 gateways", replace(STALE, num_gateways=16)))
-    rows.append(("64, 0.9, 1 s old, 4 replicas at half speed", replace(STALE, view_s=1.0, num_slow=4)))
-    rows.append(("64, 0.9, fresh, a new adapter gets 20%", replace(STALE, view_s=0.0, new_share=0.2)))
+    rows.append(
+        ("64, 0.9, 1 s old, 4 replicas at half speed", replace(STALE, view_s=1.0, num_slow=4))
+    )
+    rows.append(
+        ("64, 0.9, fresh, a new adapter gets 20%", replace(STALE, view_s=0.0, new_share=0.2))
+    )
     for num_replicas in (1, 2, 4, 16, 64):
         saturated = Case(num_replicas=num_replicas, num_gateways=4, utilisation=1.5)
         rows.append((f"{num_replicas}, 0.9, fresh, saturated", saturated))
@@ -39,7 +46,9 @@ def cases() -> list[tuple[str, Case]]:
 
 def print_table() -> None:
     """Print all rows as Markdown."""
-    print("| | waits for a load | imbalance | copies | p99 wait, ms | throughput |\n|---|---|---|---|---|---|")
+    print(
+        "| | waits for a load | imbalance | copies | p99 wait, ms | throughput |\n|---|---|---|---|---|---|"
+    )
     for name, case in cases():
         outcome = RouterSimulation(case).run()
         print(
@@ -52,7 +61,9 @@ def print_table() -> None:
 def time_router() -> None:
     """Print the time of a decision, with 64 replicas."""
     router = Router(time.monotonic)
-    router.set_replicas([Replica(name=f"r{i}", boot_id="1", url="", is_ready=True) for i in range(64)])
+    router.set_replicas(
+        [Replica(name=f"r{i}", boot_id="1", url="", is_ready=True) for i in range(64)]
+    )
     known = [Target(adapter=f"known {i}", units=300.0, tenant="t") for i in range(1000)]
     kinds = {
         "a new adapter": [Target(adapter=f"new {i}", units=300.0) for i in range(1000)],

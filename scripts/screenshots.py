@@ -52,7 +52,10 @@ def main() -> None:
     prices = folder / "prices.yaml"
     prices.write_text(PRICES)
     options = ("--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.1")
-    with manylora_server(folder, *options, MANYLORA_REGISTRY__PRICE_FILE=str(prices)) as server, chromium() as browser:
+    with (
+        manylora_server(folder, *options, MANYLORA_REGISTRY__PRICE_FILE=str(prices)) as server,
+        chromium() as browser,
+    ):
         ids = _furnish(server)
         with ThreadPoolExecutor(1) as own_loop:  # the browser's driver holds this thread's
             own_loop.submit(asyncio.run, _write_month(server, ids)).result()
@@ -63,7 +66,11 @@ def main() -> None:
                 page.wait_for_load_state("networkidle")
                 _take(page, name)
         with watched_page(browser, server.url, scheme="light") as (page, _):
-            sign_in(page, ADMIN_KEY, f"/playground?{'&'.join(f'model={name}' for name in _SIDE_BY_SIDE)}")
+            sign_in(
+                page,
+                ADMIN_KEY,
+                f"/playground?{'&'.join(f'model={name}' for name in _SIDE_BY_SIDE)}",
+            )
             page.get_by_label("Prompt", exact=True).fill("When are you open?")
             page.get_by_role("button", name="Send to all").click()
             page.wait_for_timeout(3000)
@@ -152,7 +159,9 @@ def _events(ids: dict[str, tuple[str, str, str, str]]) -> Iterator[UsageEvent]:
             queue_s=0.002,
             ttft_s=rng.lognormvariate(-2.4, 0.6),
             duration_s=1.5,
-            adapter_state=None if is_base else rng.choices(("device", "host", "stored"), (90, 8, 2))[0],
+            adapter_state=None
+            if is_base
+            else rng.choices(("device", "host", "stored"), (90, 8, 2))[0],
         )
 
 

@@ -17,12 +17,21 @@ def tables() -> str:
     """A table for each section."""
     lines = []
     for section, purpose, settings in explained():
-        lines += [f"\n## {section}\n", f"{purpose}\n", "| setting | default | what it does |", "|---|---|---|"]
+        lines += [
+            f"\n## {section}\n",
+            f"{purpose}\n",
+            "| setting | default | what it does |",
+            "|---|---|---|",
+        ]
         for name, default, sentence in settings:
             if default is None or default is dataclasses.MISSING:
                 shown = "not set" if default is None else "none"
             else:
-                shown = f"`{default}`" if default and isinstance(default, str) else f"`{json.dumps(default)}`"
+                shown = (
+                    f"`{default}`"
+                    if default and isinstance(default, str)
+                    else f"`{json.dumps(default)}`"
+                )
             lines.append(f"| `{section}.{name}` | {shown} | {sentence} |")
     return "\n".join(lines) + "\n"
 

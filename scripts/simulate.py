@@ -45,12 +45,18 @@ def play_all(first: int, count: int, mode: Mode) -> int:
     starts = range(first, first + count, BATCH)
     sizes = [min(BATCH, first + count - start) for start in starts]
     with ProcessPoolExecutor(os.cpu_count()) as workers:
-        for done, (batch_counts, batch_failures) in enumerate(workers.map(play, starts, sizes, repeat(mode)), 1):
+        for done, (batch_counts, batch_failures) in enumerate(
+            workers.map(play, starts, sizes, repeat(mode)), 1
+        ):
             counts += batch_counts
             for failure in batch_failures[: max(MAX_SHOWN - len(failures), 0)]:
                 print(f"\r{failure}\n")
             failures += batch_failures
-            print(f"\r{min(done * BATCH, count)} of {count} seeds, {len(failures)} failed", end="", flush=True)
+            print(
+                f"\r{min(done * BATCH, count)} of {count} seeds, {len(failures)} failed",
+                end="",
+                flush=True,
+            )
     del counts["fingerprint"]
     print(f", {time.monotonic() - started_s:.0f} s")
     for kind, number in sorted(counts.items()):
@@ -85,14 +91,22 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="how many (default 10000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--seed", type=int, help="play this one alone and tell what happens")
-    parser.add_argument("--overlap", action="store_true", help="launch each step before the one before it is read")
     parser.add_argument(
-        "--compare", action="store_true", help="play each twice, with --overlap and without, and compare"
+        "--overlap", action="store_true", help="launch each step before the one before it is read"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="play each twice, with --overlap and without, and compare",
     )
     args = parser.parse_args()
     if args.seed is not None:
         return tell(draw(args.seed), overlaps=args.overlap)
-    return play_all(args.first, args.seeds, "compare" if args.compare else "overlap" if args.overlap else "apart")
+    return play_all(
+        args.first,
+        args.seeds,
+        "compare" if args.compare else "overlap" if args.overlap else "apart",
+    )
 
 
 if __name__ == "__main__":

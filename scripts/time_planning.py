@@ -24,12 +24,16 @@ WARM_UP_STEPS = 64
 
 def options() -> argparse.Namespace:
     """Sizes, from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=20_000)
     parser.add_argument("--tenants", type=int, default=1_000)
     parser.add_argument("--adapters", type=int, default=5_000)
-    parser.add_argument("--output-tokens", type=int, default=128, help="of an answer, on average (default 128)")
+    parser.add_argument(
+        "--output-tokens", type=int, default=128, help="of an answer, on average (default 128)"
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
     return parser.parse_args()
@@ -93,7 +97,9 @@ def main() -> int:
     both_s = [one + other for one, other in zip(plan_s, commit_s, strict=True)]
     for name, seconds in (("plan", plan_s), ("commit", commit_s), ("both", both_s)):
         cuts = statistics.quantiles(seconds, n=20)
-        print(f"{name:8} median {1e6 * statistics.median(seconds):8.0f} us    p95 {1e6 * cuts[-1]:8.0f} us")
+        print(
+            f"{name:8} median {1e6 * statistics.median(seconds):8.0f} us    p95 {1e6 * cuts[-1]:8.0f} us"
+        )
     return 0
 
 

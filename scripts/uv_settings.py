@@ -66,7 +66,12 @@ def read_settings(lines: Iterable[str]) -> dict[str, str]:
         section, _, rest = line.partition(".")
         name, _, value = rest.partition("=")
         found[section, name] = ast.literal_eval(value)
-    return {name: found[section, name] for wanted in SECTIONS for section, name in found if section == wanted}
+    return {
+        name: found[section, name]
+        for wanted in SECTIONS
+        for section, name in found
+        if section == wanted
+    }
 
 
 def variables(settings: dict[str, str]) -> dict[str, str]:
@@ -75,7 +80,9 @@ def variables(settings: dict[str, str]) -> dict[str, str]:
     Raises:
         SystemExit: A setting has no equal in uv.
     """
-    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # the best version of all indexes, as pip takes it
+    found = {
+        "UV_INDEX_STRATEGY": "unsafe-best-match"
+    }  # the best version of all indexes, as pip takes it
     for name, value in settings.items():
         if name in WITHOUT_EFFECT or not value.strip():
             continue

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def expected_files() -> set[str]:
     """Wheel paths of every file that belongs into a package: tracked modules, and data."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     parts = tuple(f"{folder}/" for folder in settings["package-dir"].values())
     files = {f"manylora/{path}" for path in listed.stdout.splitlines() if path.startswith(parts)}
     files |= {path for path in listed.stdout.splitlines() if path.startswith("manylora/")}
@@ -38,7 +40,11 @@ def expected_libraries(wheel: str) -> set[str]:
 
 def main(wheel: str) -> int:
     """Compare; print what differs."""
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
+    held = {
+        name
+        for name in zipfile.ZipFile(wheel).namelist()
+        if not name.split("/")[0].endswith(".dist-info")
+    }
     libraries = expected_libraries(wheel)
     missing = sorted((expected_files() | libraries) - held)
     foreign = (name for name in held - libraries if name.endswith((".pth", ".so", ".pkl")))

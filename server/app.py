@@ -62,7 +62,9 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
-            *outer_layers(services.config.server, services.registry, services.drain, services.metrics.answered),
+            *outer_layers(
+                services.config.server, services.registry, services.drain, services.metrics.answered
+            ),
             turns,
         ],
         # Not by include_router: it takes every route apart a second time, which the first requests would wait for.
@@ -77,5 +79,10 @@ def create_app(services: Services) -> FastAPI:
 
 def _exempt() -> frozenset[str]:
     """Paths without turns: they have limits of their own, or tell how the server is."""
-    limited = {route.path for router in LIMITED_ROUTERS for route in router.routes if isinstance(route, APIRoute)}
+    limited = {
+        route.path
+        for router in LIMITED_ROUTERS
+        for route in router.routes
+        if isinstance(route, APIRoute)
+    }
     return OPEN_WHILE_DRAINING | limited

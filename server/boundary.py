@@ -49,7 +49,11 @@ def outer_layers(
     if origins := config.allowed_origins:
         # Without credentials, so no cookie: a page of another origin needs a key of its own.
         cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
         )
         layers.insert(0, cors)
     return layers
@@ -58,7 +62,9 @@ def outer_layers(
 class Boundary:
     """Pure ASGI; nothing but lifespan and HTTP passes."""
 
-    def __init__(self, app: ASGIApp, drain: Drain, answered: Callable[[int], None], bodies: BodyBudget) -> None:
+    def __init__(
+        self, app: ASGIApp, drain: Drain, answered: Callable[[int], None], bodies: BodyBudget
+    ) -> None:
         self._app = app
         self._drain = drain
         self._bodies = bodies
@@ -74,7 +80,11 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reservation, body, has_started = LimitReservation(), HeldBody(self._bodies, partial(_tenant_of, scope)), False
+        reservation, body, has_started = (
+            LimitReservation(),
+            HeldBody(self._bodies, partial(_tenant_of, scope)),
+            False,
+        )
         made = {"request_id": request_id, "reservation": reservation, "body": body}
         scope["state"] = {**scope.get("state", {}), **made}
 
@@ -100,12 +110,16 @@ class Boundary:
             log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
             if has_started:
                 raise
-            await error_response(ManyloraError(str(error)), scope["path"])(scope, receive, send_with_headers)
+            await error_response(ManyloraError(str(error)), scope["path"])(
+                scope, receive, send_with_headers
+            )
         finally:
             reservation.end()
             body.end()
 
-    def _add_headers(self, headers: MutableHeaders, request_id: str, reservation: LimitReservation) -> None:
+    def _add_headers(
+        self, headers: MutableHeaders, request_id: str, reservation: LimitReservation
+    ) -> None:
         headers["x-request-id"] = request_id
         for name, value in _DEFAULTS.items():
             headers.setdefault(name, value)

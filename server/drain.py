@@ -147,4 +147,6 @@ async def first_of(seconds: float, *events: asyncio.Event) -> None:
 
 
 def _refusal() -> DrainingError:
-    return DrainingError("The server is shutting down; send the request again in a moment.", retry_after_s=5)
+    return DrainingError(
+        "The server is shutting down; send the request again in a moment.", retry_after_s=5
+    )

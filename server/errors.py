@@ -54,7 +54,14 @@ STATUS_BY_CODE = {
 LAST_BYTES = frozenset({401, 408, 413, 415, 431, 507})
 """Answers that may come before the whole body was read: the connection is closed after them."""
 LAST_BYTES_CODES = frozenset(
-    {"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress", "storage.unavailable", "db.lost"}
+    {
+        "quota.storage",
+        "upload.too_many",
+        "upload.busy",
+        "idempotency.in_progress",
+        "storage.unavailable",
+        "db.lost",
+    }
 )
 """The same by error code, where the status alone does not tell."""
 ANTHROPIC_TYPES = {
@@ -159,7 +166,9 @@ def _on_one_line(message: str) -> str:
     """A message that may quote any text of a client's: what is no printable character is escaped."""
     if message.isprintable():
         return message
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in message
+    )
 
 
 def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -> Response:
@@ -168,13 +177,20 @@ def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -
         content = orjson.dumps(shaped(body))
     except orjson.JSONEncodeError:  # the message quotes a string that is no Unicode text
         message = str(body["error"]["message"]).encode("utf-8", "replace").decode()
-        content = orjson.dumps(shaped({"error": {**body["error"], "message": message, "param": None}}))
+        content = orjson.dumps(
+            shaped({"error": {**body["error"], "message": message, "param": None}})
+        )
     return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 
 async def _on_manylora_error(request: Request, error: ManyloraError) -> Response:
     if answer(error)[0] == 500:
-        log.error("internal_error", request_id=request.state.request_id, path=request.url.path, exc_info=error)
+        log.error(
+            "internal_error",
+            request_id=request.state.request_id,
+            path=request.url.path,
+            exc_info=error,
+        )
     return error_response(error, request.url.path)
 
 
@@ -186,12 +202,20 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
 
     if error.status_code == 404:
         return error_response(unknown_route(path, has_route), path)
-    message, code, headers = "The request is malformed.", "invalid_request", dict(error.headers or {})
+    message, code, headers = (
+        "The request is malformed.",
+        "invalid_request",
+        dict(error.headers or {}),
+    )
     if error.status_code == 405:
-        allowed = ", ".join(each for each in METHODS if Match.FULL in _matches(request, {"method": each}))
+        allowed = ", ".join(
+            each for each in METHODS if Match.FULL in _matches(request, {"method": each})
+        )
         message = f"This route takes {allowed}, not {request.method}.{hint(path, has_route)}"
         code, headers = "method_not_allowed", {"allow": allowed}
-    return _response(error.status_code, _body(message, "invalid_request_error", None, code), headers, path)
+    return _response(
+        error.status_code, _body(message, "invalid_request_error", None, code), headers, path
+    )
 
 
 def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
@@ -205,5 +229,7 @@ async def _on_validation_error(request: Request, error: RequestValidationError) 
     name = str(first["loc"][-1])
     told: ManyloraError = errors.InvalidRequestError(f"{name}: {wrong_value(first)}.", param=name)
     if first["type"] == "extra_forbidden":
-        told = errors.UnsupportedParameterError(f"{name} is not a parameter of this route.", param=name)
+        told = errors.UnsupportedParameterError(
+            f"{name} is not a parameter of this route.", param=name
+        )
     return error_response(told, request.url.path)

@@ -36,7 +36,9 @@ async def remove_unreferenced(services: Services, removed: Removed) -> None:
     await sync_pins(services)
     is_alone = services.config.server.role == "all"
     # Requests at other servers may still have to load blobs; the sweep deletes those later.
-    await delete_blobs(services, [each for each in removed.weights if is_alone or each in services.memory])
+    await delete_blobs(
+        services, [each for each in removed.weights if is_alone or each in services.memory]
+    )
 
 
 async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
@@ -165,7 +167,9 @@ class Sweeper:
         # First the files, then the rows: files are made after their row.
         staged = await asyncio.to_thread(self._services.staged.ids)
         gone = set(staged) - await self._services.registry.uploads.open_ids()
-        doomed = [upload_id for upload_id in gone if not self._services.intake.is_writing(upload_id)]
+        doomed = [
+            upload_id for upload_id in gone if not self._services.intake.is_writing(upload_id)
+        ]
         for upload_id in doomed:
             await asyncio.to_thread(self._services.staged.delete, upload_id)
         return len(doomed)
@@ -174,7 +178,9 @@ class Sweeper:
         digests = await asyncio.to_thread(lambda: list(self._services.blobs.digests()))
         doomed: list[str] = []
         for start in range(0, len(digests), BLOBS_AT_ONCE):
-            doomed += await self._services.registry.adapters.unreferenced(digests[start : start + BLOBS_AT_ONCE])
+            doomed += await self._services.registry.adapters.unreferenced(
+                digests[start : start + BLOBS_AT_ONCE]
+            )
         if self._services.config.server.role != "all":
             doomed, self._unreferenced = list(self._unreferenced.intersection(doomed)), set(doomed)
         await delete_blobs(self._services, doomed)
@@ -184,7 +190,9 @@ class Sweeper:
         """Free weights that no ephemeral version has: one of them may have become a usual version, for example."""
         services = self._services
         async with services.registry.adapters.locking_unreferenced(()):
-            gone = set(services.memory.digests()) - await services.registry.ephemeral.weights(services.server_name)
+            gone = set(services.memory.digests()) - await services.registry.ephemeral.weights(
+                services.server_name
+            )
             doomed = [weights for weights in gone if not services.uses(weights)]
             for weights in doomed:
                 await _free(services, weights)

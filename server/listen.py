@@ -18,7 +18,11 @@ from manylora.config import usable_cores
 from manylora.errors import ConfigError, NotFoundError
 from manylora.server.drain import Drain
 from manylora.server.errors import error_response
-from manylora.server.http.connection_room import ConnectionRoom, most_connections, raise_descriptor_limit
+from manylora.server.http.connection_room import (
+    ConnectionRoom,
+    most_connections,
+    raise_descriptor_limit,
+)
 from manylora.server.http.wire import BoundedReads
 from manylora.server.threads import FairThreads
 
@@ -33,7 +37,9 @@ STOP_S = 3
 """Seconds that connections have to close once everything was drained."""
 
 
-def run_until_signal(serve: Callable[[Shutdown], Coroutine[object, object, None]], drain_s: float) -> int:
+def run_until_signal(
+    serve: Callable[[Shutdown], Coroutine[object, object, None]], drain_s: float
+) -> int:
     """Run a server in an event loop of its own; returns the exit code. A signal during the start ends it."""
     raise_descriptor_limit()
 
@@ -67,7 +73,9 @@ class ApiServer(uvicorn.Server):
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
                 http=partial(BoundedReads, ConnectionRoom(most)),  # type: ignore[arg-type]
-                backlog=min(BACKLOG, most),  # all that wait are taken in before the first of them is closed again
+                backlog=min(
+                    BACKLOG, most
+                ),  # all that wait are taken in before the first of them is closed again
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -120,14 +128,18 @@ class Shutdown:
 
     async def _drain_then_exit(self, server: ApiServer) -> None:
         notice_s = self.before_drain()
-        log.info("draining", running=self.drain.num_running, notice_s=notice_s, limit_s=self._drain_s)
+        log.info(
+            "draining", running=self.drain.num_running, notice_s=notice_s, limit_s=self._drain_s
+        )
         num_cut = await self.drain.drain(self._drain_s, notice_s)
         log.info("drained", cut=num_cut)
         server.should_exit = True
 
 
 @contextmanager
-def bind(host: str, port: int, setting: str = "server.port") -> Generator[socket.socket, None, None]:
+def bind(
+    host: str, port: int, setting: str = "server.port"
+) -> Generator[socket.socket, None, None]:
     """A socket bound to the address, not yet listening: another process may bind it as well, until one of them listens.
 
     Args:
@@ -139,10 +151,14 @@ def bind(host: str, port: int, setting: str = "server.port") -> Generator[socket
         ConfigError: The address is not ours, or taken.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"server.host {host!r} cannot be used: {error.strerror}.", param="server.host") from error
+        raise ConfigError(
+            f"server.host {host!r} cannot be used: {error.strerror}.", param="server.host"
+        ) from error
     with bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with _in_words(host, port, setting):

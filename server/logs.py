@@ -32,13 +32,16 @@ def configure_logs() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendered]
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendered],
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are one per malformed request
+    logging.getLogger("uvicorn.error").setLevel(
+        logging.ERROR
+    )  # its warnings are one per malformed request
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
 

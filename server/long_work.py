@@ -85,7 +85,9 @@ class LongWork:
         if self._trimming is not None:
             self._trimming.cancel()
         loop = asyncio.get_running_loop()
-        self._trimming = loop.call_later(TRIM_S, lambda: loop.run_in_executor(self._long.threads, give_memory_back))
+        self._trimming = loop.call_later(
+            TRIM_S, lambda: loop.run_in_executor(self._long.threads, give_memory_back)
+        )
 
 
 class _Lane:
@@ -109,7 +111,9 @@ def keep_interpreter_moving() -> None:
     """Set up the interpreter, once all is loaded, so that no thread keeps the others from it for long."""
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
-    gc.set_threshold(10_000, 20)  # else they are a twelfth of the time under load, and seconds of a body of many lists
+    gc.set_threshold(
+        10_000, 20
+    )  # else they are a twelfth of the time under load, and seconds of a body of many lists
 
 
 def give_memory_back() -> None:

@@ -34,7 +34,9 @@ class ResolvedModel:
 
     def __post_init__(self) -> None:
         if (self.adapter is None) != (self.version is None):
-            raise ValueError("an adapter is resolved with its version: without one it would be taken for the base")
+            raise ValueError(
+                "an adapter is resolved with its version: without one it would be taken for the base"
+            )
 
     @property
     def ref(self) -> AdapterRef | None:
@@ -53,7 +55,12 @@ class ResolvedModel:
 
 
 async def resolve_model(
-    services: Services, caller: Caller, model: str | None, adapter_id: str | None = None, *, sticky: str = ""
+    services: Services,
+    caller: Caller,
+    model: str | None,
+    adapter_id: str | None = None,
+    *,
+    sticky: str = "",
 ) -> ResolvedModel:
     """Find the model a request names; `sticky` chooses the version where an alias splits requests among several.
 
@@ -64,7 +71,9 @@ async def resolve_model(
         NotFoundError: Unknown or forbidden, without saying which; code model_not_found.
     """
     if model is None and adapter_id is None:
-        raise InvalidRequestError("model is required.", param="model", code="missing_required_parameter")
+        raise InvalidRequestError(
+            "model is required.", param="model", code="missing_required_parameter"
+        )
     by_model = await _resolve_one(services, caller, model, sticky) if model is not None else None
     if adapter_id is None:
         return by_model or ResolvedModel(name=services.served_name)
@@ -72,7 +81,9 @@ async def resolve_model(
     if by_model is None or by_model.adapter is None:
         return by_adapter
     if by_adapter.ref != by_model.ref:
-        raise InvalidRequestError("model and adapter_id name different adapters: send one of them.", param="adapter_id")
+        raise InvalidRequestError(
+            "model and adapter_id name different adapters: send one of them.", param="adapter_id"
+        )
     return by_model
 
 
@@ -106,7 +117,9 @@ async def _resolve_one(services: Services, caller: Caller, text: str, sticky: st
     if text == names[0]:
         return ResolvedModel(name=text)
     # Names of adapters have no colon.
-    selector = next((text.removeprefix(f"{base}:") for base in names if text.startswith(f"{base}:")), text)
+    selector = next(
+        (text.removeprefix(f"{base}:") for base in names if text.startswith(f"{base}:")), text
+    )
     tenant_id = caller.tenant_id or await _tenant_of_selector(registry, selector)
     try:
         adapter, version = await registry.adapters.resolve(tenant_id, selector, sticky)
@@ -143,4 +156,6 @@ async def _with_hint(
     if not near:
         return error
     hint = ", ".join(f"`{name}`" for name in near)
-    return NotFoundError(f"{error.message} Similar names: {hint}.", code=error.code, param=error.param)
+    return NotFoundError(
+        f"{error.message} Similar names: {hint}.", code=error.code, param=error.param
+    )

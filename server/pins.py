@@ -48,7 +48,12 @@ async def pinned_pages(services: Services, tenant_id: str, besides: str | None =
     """Device pages of all copies of the tenant's pinned adapters, without the one of the id `besides`."""
     pinned = await services.registry.adapters.pinned_adapters()
     others = [other for other in pinned if other.tenant_id == tenant_id and other.id != besides]
-    return sum([(await services.validator.pages(other.current) or 0) * other.pinned_copies for other in others])
+    return sum(
+        [
+            (await services.validator.pages(other.current) or 0) * other.pinned_copies
+            for other in others
+        ]
+    )
 
 
 async def sync_pins(services: Services) -> None:
@@ -58,7 +63,10 @@ async def sync_pins(services: Services) -> None:
             adapter
             for adapter in await services.registry.adapters.pinned_adapters()
             if adapter.current.held_by == services.server_name
-            or (adapter.current.held_by is None and services.is_duty(adapter.current.digest, adapter.pinned_copies))
+            or (
+                adapter.current.held_by is None
+                and services.is_duty(adapter.current.digest, adapter.pinned_copies)
+            )
         ]
         wanted = {adapter.current.digest for adapter in pinned}
         for digest, ref in list(services.synced_pins.items()):
@@ -68,6 +76,8 @@ async def sync_pins(services: Services) -> None:
         for adapter in pinned:
             ref = adapter.ref(adapter.current)
             if ref.digest not in services.synced_pins:
-                services.metrics.learn_adapter(ref.digest, adapter.tenant, adapter.name, ref.config.rank)
+                services.metrics.learn_adapter(
+                    ref.digest, adapter.tenant, adapter.name, ref.config.rank
+                )
                 await services.engine.pin_adapter(ref, True)
                 services.synced_pins[ref.digest] = ref

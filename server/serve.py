@@ -30,7 +30,14 @@ from manylora.registry.servers import server_name
 from manylora.server.adapters.staged_files import open_staged
 from manylora.server.adapters.validation import AdapterValidator
 from manylora.server.app import create_app
-from manylora.server.auth.admin_key import IS_OFF, VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
+from manylora.server.auth.admin_key import (
+    IS_OFF,
+    VARIABLE,
+    AdminKey,
+    admin_key,
+    check_shared_secrets,
+    given_pepper,
+)
 from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
@@ -92,10 +99,14 @@ def _leave_out_torch() -> None:
     Other processes compute: the engine, and the checks of uploads.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python takes None as a module that is missing
-    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
+    logging.getLogger("transformers").addFilter(
+        lambda record: "PyTorch was not found" not in record.getMessage()
+    )
 
 
-async def _serve_until(config: Config, announce: Announce, worker: Worker | None, shutdown: Shutdown) -> None:
+async def _serve_until(
+    config: Config, announce: Announce, worker: Worker | None, shutdown: Shutdown
+) -> None:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
@@ -104,23 +115,34 @@ async def _serve_until(config: Config, announce: Announce, worker: Worker | None
             from manylora.server.cluster.replica import join
 
             duties = Duties()
-            services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own, worker)
+            services = await open_services(
+                config, key, announce, stack, shutdown.drain, duties.is_own, worker
+            )
             listen(listener)  # gateways connect as soon as it is listed
             url = url_of(config.server.host, listener)
             app, membership = await join(create_app(services), services, url, stack, duties)
             shutdown.before_drain = membership.drain
         else:
-            services = await open_services(config, key, announce, stack, shutdown.drain, worker=worker)
+            services = await open_services(
+                config, key, announce, stack, shutdown.drain, worker=worker
+            )
             listen(listener)
             app = create_app(services)
         server = ApiServer(app)
         if config.server.metrics_port is not None:
             listen_beside(
-                stack, metrics_app(partial(metrics_response, services)), config.server.host, config.server.metrics_port
+                stack,
+                metrics_app(partial(metrics_response, services)),
+                config.server.host,
+                config.server.metrics_port,
             )
         shutdown.server = server
         keep_interpreter_moving()
-        sign_in = await sign_in_fragment(services.registry, key.secret) if config.server.auth == "on" else ""
+        sign_in = (
+            await sign_in_fragment(services.registry, key.secret)
+            if config.server.auth == "on"
+            else ""
+        )
         _announce(announce, config, key, listener, sign_in)
         await server.serve([listener])
         # Requests that are left after a second signal: their usage is still recorded.
@@ -193,7 +215,13 @@ async def open_services(
         blobs=blobs,
         validator=validator,
         metrics=metrics,
-        gate=Gate(scheduler.max_wait_s, scheduler.max_waiting, lambda: engine.load, time.monotonic, metrics.refused),
+        gate=Gate(
+            scheduler.max_wait_s,
+            scheduler.max_waiting,
+            lambda: engine.load,
+            time.monotonic,
+            metrics.refused,
+        ),
         drain=drain,
         staged=await asyncio.to_thread(open_staged, config, blobs),
         server_name=name,
@@ -236,7 +264,9 @@ def load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
     return Tokenizer(folder), settings
 
 
-async def _start(engine: EngineClient, model: str) -> tuple[EngineReady, tuple[Tokenizer, dict[str, object]]]:
+async def _start(
+    engine: EngineClient, model: str
+) -> tuple[EngineReady, tuple[Tokenizer, dict[str, object]]]:
     """Start the engine, and load a tokenizer that is already on disk meanwhile."""
     if not await asyncio.to_thread(os.path.exists, model):
         return await engine.start(), await asyncio.to_thread(load_tokenizer, model)
@@ -263,12 +293,16 @@ def open_blob_store(config: Config) -> BlobStore:
     blobs = open_blobs(config.registry, config.server.data_dir)
     try:
         blobs.probe()
-    except CapacityError as error:  # it may come back, and adapters that are cached or resident are served meanwhile
+    except (
+        CapacityError
+    ) as error:  # it may come back, and adapters that are cached or resident are served meanwhile
         log.warning("blob_store_unavailable", code=error.code)
     return blobs
 
 
-def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str) -> None:
+def _announce(
+    announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str
+) -> None:
     for line in key.announcement:
         announce(f"manylora: {line}")
     if config.server.auth == "off":
@@ -276,6 +310,8 @@ def _announce(announce: Announce, config: Config, key: AdminKey, listener: socke
     url = url_of(config.server.host, listener)
     announce(f'manylora: ask for the base model with "model": "{base_names(config)[0]}"')
     if sign_in:
-        announce(f"manylora: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
+        announce(
+            f"manylora: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)"
+        )
     announce(f"manylora: listening on {url}")
     sys.stdout.flush()

@@ -51,14 +51,19 @@ class ServerProcess:
     """
 
     def __init__(
-        self, port: int, data_dir: Path, options: Sequence[str], environment: Variables = None, program: str = PROGRAM
+        self,
+        port: int,
+        data_dir: Path,
+        options: Sequence[str],
+        environment: Variables = None,
+        program: str = PROGRAM,
     ) -> None:
         self.url = f"http://{HOST}:{port}"
         self._data_dir = data_dir
         self._log = data_dir / "serve.log"
-        self._given_admin_key = (manylora_environment() if environment is None else environment).get(
-            "MANYLORA_ADMIN_KEY"
-        )
+        self._given_admin_key = (
+            manylora_environment() if environment is None else environment
+        ).get("MANYLORA_ADMIN_KEY")
         own = ("--host", HOST, "--port", str(port), "--data-dir", str(data_dir))
         self._log.touch(mode=0o600)  # a first start writes the admin key there
         with self._log.open("wb") as log:
@@ -86,12 +91,16 @@ class ServerProcess:
         with httpx.Client(timeout=5, trust_env=False) as http:
             while time.monotonic() < deadline:
                 if (status := self._process.poll()) is not None:
-                    raise ManyloraError(f"The server ended with status {status}. It wrote last:\n{self._log_tail()}")
+                    raise ManyloraError(
+                        f"The server ended with status {status}. It wrote last:\n{self._log_tail()}"
+                    )
                 with contextlib.suppress(httpx.TransportError):
                     if http.get(f"{self.url}/ready").status_code == httpx.codes.OK:
                         return
                 time.sleep(POLL_S)
-        raise ManyloraError(f"The server was not ready within {within_s:.0f} s. It wrote last:\n{self._log_tail()}")
+        raise ManyloraError(
+            f"The server was not ready within {within_s:.0f} s. It wrote last:\n{self._log_tail()}"
+        )
 
     def admin_key(self) -> str:
         """The key that the server was given, or made at its first start.
@@ -105,7 +114,9 @@ class ServerProcess:
         try:
             return path.read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise ManyloraError(f"Cannot read the admin key in {path}: {error.strerror}.") from error
+            raise ManyloraError(
+                f"Cannot read the admin key in {path}: {error.strerror}."
+            ) from error
 
     def wait(self) -> int:
         """Wait until the server ends by itself; returns its exit status."""
@@ -129,7 +140,11 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(
-    port: int | None, data_dir: Path, options: Sequence[str], environment: Variables = None, program: str = PROGRAM
+    port: int | None,
+    data_dir: Path,
+    options: Sequence[str],
+    environment: Variables = None,
+    program: str = PROGRAM,
 ) -> Iterator[ServerProcess]:
     """Start a server on `port` (None takes 8000 or, if that is in use, any free one) and end it with the block.
 
@@ -159,4 +174,7 @@ def choose_port(wanted: int | None) -> int:
                 reason = error.strerror
                 continue
             return int(probe.getsockname()[1])
-    raise ConfigError(f"Port {wanted} cannot be used: {reason}. Choose another --port, or leave it out.", param="port")
+    raise ConfigError(
+        f"Port {wanted} cannot be used: {reason}. Choose another --port, or leave it out.",
+        param="port",
+    )

@@ -118,7 +118,9 @@ class Services:
         """The name by which clients call the base."""
         return self.base_names[0]
 
-    async def engine_status(self, within_s: float = STATUS_S, *, is_detailed: bool = False) -> EngineStatus:
+    async def engine_status(
+        self, within_s: float = STATUS_S, *, is_detailed: bool = False
+    ) -> EngineStatus:
         """The engine's status, with `page_map` and `batches` if it is detailed.
 
         Raises:
@@ -128,7 +130,9 @@ class Services:
             async with asyncio.timeout(within_s):
                 return await self.engine.status(is_detailed=is_detailed)
         except TimeoutError as error:
-            raise EngineUnavailableError("The engine does not answer; try again.", code="engine_busy") from error
+            raise EngineUnavailableError(
+                "The engine does not answer; try again.", code="engine_busy"
+            ) from error
 
     @property
     def fingerprint(self) -> str:

@@ -22,7 +22,9 @@ from manylora.server.http.wrong_value import wrong_value
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
 PREFIX = "MANYLORA_"
-PLAIN_NAMES = frozenset({"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_CONFIG", "MANYLORA_URL", "MANYLORA_KEY"})
+PLAIN_NAMES = frozenset(
+    {"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_CONFIG", "MANYLORA_URL", "MANYLORA_KEY"}
+)
 """Names that are no settings of a section."""
 SettingTree = Mapping[str, Mapping[str, object]]
 ConfigT = TypeVar("ConfigT", Config, GatewayConfig)
@@ -30,7 +32,11 @@ ConfigT = TypeVar("ConfigT", Config, GatewayConfig)
 
 def setting_names() -> list[str]:
     """Every setting as `section.name`, in the order of declaration."""
-    return [f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)]
+    return [
+        f"{section}.{field.name}"
+        for section, cls in SECTIONS.items()
+        for field in dataclasses.fields(cls)
+    ]
 
 
 def load_config(
@@ -61,7 +67,9 @@ def load_config(
     for tree, source in ((given, "the command line"), (from_file, str(config_file))):
         _check_names(tree, source)
     merged = merge_trees(from_file, from_environment, given)
-    sections: dict[str, Any] = {name: _section(name, merged.get(name, {})) for name in get_type_hints(kind)}
+    sections: dict[str, Any] = {
+        name: _section(name, merged.get(name, {})) for name in get_type_hints(kind)
+    }
     return kind(**sections)
 
 
@@ -79,8 +87,12 @@ def read_yaml(path: Path) -> dict[str, dict[str, object]]:
     content = parse_yaml(path, "settings file")
     if content is None:
         return {}
-    if not isinstance(content, dict) or not all(isinstance(part, dict | None) for part in content.values()):
-        raise ConfigError(f"The settings file {path} must map section names to mappings of settings.")
+    if not isinstance(content, dict) or not all(
+        isinstance(part, dict | None) for part in content.values()
+    ):
+        raise ConfigError(
+            f"The settings file {path} must map section names to mappings of settings."
+        )
     return {str(section): dict(part or {}) for section, part in content.items()}
 
 
@@ -98,7 +110,9 @@ def parse_yaml(path: Path, what: str, param: str | None = None) -> object:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"Cannot read the {what} {path}: {error.strerror}.", param=param) from error
+        raise ConfigError(
+            f"Cannot read the {what} {path}: {error.strerror}.", param=param
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"The {what} {path} is not YAML: {error}", param=param) from error
 
@@ -164,7 +178,9 @@ def _check_names(tree: SettingTree, source: str) -> None:
     known = setting_names()
     for section, values in tree.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{section!r} in {source} is not a section.{_did_you_mean(section, SECTIONS)}")
+            raise ConfigError(
+                f"{section!r} in {source} is not a section.{_did_you_mean(section, SECTIONS)}"
+            )
         for name in values:
             if (setting := f"{section}.{name}") not in known:
                 message = f"{setting} in {source} is not a setting.{_did_you_mean(setting, known)}"
@@ -180,6 +196,10 @@ def _explain(section: str, error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
     setting = f"{section}.{first['loc'][0]}"
     if first["type"] == "missing":
-        hint = "give --model or --set model.path=..." if setting == "model.path" else f"set {environment_name(setting)}"
+        hint = (
+            "give --model or --set model.path=..."
+            if setting == "model.path"
+            else f"set {environment_name(setting)}"
+        )
         return ConfigError(f"{setting} is required: {hint}.", param=setting)
     return ConfigError(f"{setting}: {wrong_value(first)}.", param=setting)

@@ -25,7 +25,9 @@ ResultT = TypeVar("ResultT")
 
 
 async def in_thread(
-    function: Callable[ArgumentsT, ResultT], *arguments: ArgumentsT.args, **options: ArgumentsT.kwargs
+    function: Callable[ArgumentsT, ResultT],
+    *arguments: ArgumentsT.args,
+    **options: ArgumentsT.kwargs,
 ) -> ResultT:
     """Like `asyncio.to_thread`, but the function has always returned when this ends, also by cancellation."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **options))
@@ -89,12 +91,18 @@ class FairThreads(ThreadPoolExecutor):
         self._running: Counter[str] = Counter()
 
     def submit(
-        self, fn: Callable[ArgumentsT, ResultT], /, *args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs
+        self,
+        fn: Callable[ArgumentsT, ResultT],
+        /,
+        *args: ArgumentsT.args,
+        **kwargs: ArgumentsT.kwargs,
     ) -> Future[ResultT]:
         """Run a function in the turn of the tenant that the caller acts for."""
         future: Future[ResultT] = Future()
         with self._lock:
-            self._waiting.setdefault(acting.get(), deque()).append((future, partial(fn, *args, **kwargs)))  # type: ignore[arg-type]
+            self._waiting.setdefault(acting.get(), deque()).append(
+                (future, partial(fn, *args, **kwargs))
+            )  # type: ignore[arg-type]
             self._start_next()
         return future
 

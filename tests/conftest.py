@@ -26,7 +26,11 @@ COVERAGE_OF_PROCESSES = "COVERAGE_PROCESS_CONFIG"
 
 # The same examples in every run, and no judgement by the clock: test machines are shared and slow at times.
 settings.register_profile(
-    "manylora", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "manylora",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 settings.load_profile("manylora")
 

@@ -62,7 +62,9 @@ def test_every_secret_of_compose_comes_from_outside() -> None:
 
 
 def test_compose_gives_requests_their_time_to_finish() -> None:
-    assert int(service()["stop_grace_period"].removesuffix("s")) > settings_of_compose().server.drain_s
+    assert (
+        int(service()["stop_grace_period"].removesuffix("s")) > settings_of_compose().server.drain_s
+    )
 
 
 class Override(yaml.SafeLoader):
@@ -82,7 +84,9 @@ def cluster_services() -> dict[str, dict[str, Any]]:
         extended = changes.pop("extends", {"file": "compose.yaml", "service": name})
         assert extended["file"] == "compose.yaml"
         base = dict(services()[extended["service"]])
-        targets = {str(volume).removesuffix(":ro").rpartition(":")[2]: volume for volume in base["volumes"]}
+        targets = {
+            str(volume).removesuffix(":ro").rpartition(":")[2]: volume for volume in base["volumes"]
+        }
         for volume in changes.pop("volumes", ()):
             targets[volume.rpartition(":")[2]] = volume
         base["volumes"] = list(targets.values())
@@ -94,7 +98,11 @@ def cluster_services() -> dict[str, dict[str, Any]]:
 def test_compose_starts_a_gateway_and_replicas_that_find_each_other() -> None:
     found = cluster_services()
     command = typer.main.get_command(make_app()).commands["serve"]  # type: ignore[attr-defined]
-    roles = {name: each["command"] for name, each in found.items() if each.get("command", ["", ""])[0] == "serve"}
+    roles = {
+        name: each["command"]
+        for name, each in found.items()
+        if each.get("command", ["", ""])[0] == "serve"
+    }
     assert {name: words[words.index("--role") + 1] for name, words in roles.items()} == {
         "manylora": "gateway",
         "replica-0": "replica",
@@ -103,29 +111,49 @@ def test_compose_starts_a_gateway_and_replicas_that_find_each_other() -> None:
     for name, words in roles.items():
         with command.make_context("serve", words[1:]) as context:
             assert str(context.params["data_dir"]) == "/data"
-        config = load_config({}, {key: str(value) for key, value in found[name]["environment"].items()})
+        config = load_config(
+            {}, {key: str(value) for key, value in found[name]["environment"].items()}
+        )
         assert config.server.advertised_url == f"http://{name}:8000"
         assert (found[name].get("ports") is not None) == (name == "manylora")
-    places = [volume for name in roles for volume in found[name]["volumes"] if volume.endswith(":/data")]
+    places = [
+        volume for name in roles for volume in found[name]["volumes"] if volume.endswith(":/data")
+    ]
     assert len(set(places)) == 3
-    assert "cluster" in re.findall(r"ARG EXTRAS=(\S+)", (DEPLOY / "Dockerfile").read_text())[0].split(",")
+    assert "cluster" in re.findall(r"ARG EXTRAS=(\S+)", (DEPLOY / "Dockerfile").read_text())[
+        0
+    ].split(",")
 
 
 def mounted(name: str) -> dict[str, Path]:
     """Files of this repository by their path in the service's container."""
-    parts = [str(volume).split(":") for volume in services()[name]["volumes"] if str(volume).startswith("./")]
+    parts = [
+        str(volume).split(":")
+        for volume in services()[name]["volumes"]
+        if str(volume).startswith("./")
+    ]
     return {target: DEPLOY / source for source, target, mode in parts if mode == "ro"}
 
 
 def test_monitoring_runs_only_where_it_is_asked_for() -> None:
-    monitoring = {name for name, found in services().items() if found.get("profiles") == ["monitoring"]}
+    monitoring = {
+        name for name, found in services().items() if found.get("profiles") == ["monitoring"]
+    }
     assert monitoring == {"prometheus", "grafana"}
     others = {name: found for name, found in services().items() if name not in monitoring}
     assert not any("profiles" in found for found in others.values())
     assert not any(monitoring & set(found.get("depends_on", ())) for found in others.values())
-    assert all(port.startswith("127.0.0.1:") for found in services().values() for port in found.get("ports", ()))
+    assert all(
+        port.startswith("127.0.0.1:")
+        for found in services().values()
+        for port in found.get("ports", ())
+    )
     # Compose reads all variables in any case: one that monitoring alone needs must not be demanded of everybody.
-    assert not any(":?" in value for name in monitoring for value in services()[name].get("environment", {}).values())
+    assert not any(
+        ":?" in value
+        for name in monitoring
+        for value in services()[name].get("environment", {}).values()
+    )
 
 
 def test_prometheus_scrapes_the_port_that_manylora_has_for_it() -> None:
@@ -133,16 +161,22 @@ def test_prometheus_scrapes_the_port_that_manylora_has_for_it() -> None:
     assert "--config.file=/etc/prometheus/prometheus.yaml" in services()["prometheus"]["command"]
     config = yaml.safe_load((folder / "prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"manylora:{settings_of_compose().server.metrics_port}"]}]
+    assert job["static_configs"] == [
+        {"targets": [f"manylora:{settings_of_compose().server.metrics_port}"]}
+    ]
     assert all((folder / name).is_file() for name in config["rule_files"])
 
 
 def test_grafana_finds_its_data_and_its_dashboards() -> None:
     folders = mounted("grafana")
     provisioning = folders["/etc/grafana/provisioning"]
-    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())[
+        "datasources"
+    ]
     assert (source["url"], source["isDefault"]) == ("http://prometheus:9090", True)
-    (provider,) = yaml.safe_load((provisioning / "dashboards" / "manylora.yaml").read_text())["providers"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "manylora.yaml").read_text())[
+        "providers"
+    ]
     assert len(list(folders[provider["options"]["path"]].glob("*.json"))) == 2
 
 
@@ -194,5 +228,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "systemd" / "manylora.service").read_text()
     copy = tmp_path / "manylora.service"
     copy.write_text(text.replace("/opt/manylora/bin/manylora", "/bin/true"))
-    verified = subprocess.run(["systemd-analyze", "verify", str(copy)], check=False, capture_output=True, text=True)
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", str(copy)], check=False, capture_output=True, text=True
+    )
     assert (verified.returncode, verified.stderr) == (0, "")

@@ -54,17 +54,36 @@ def test_files_named_in_documents_exist(document: str) -> None:
         text,
     ):
         assert (ROOT / path).exists(), path
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     names = {Path(path).name for path in tracked}
     for name in re.findall(r"`([a-z_]+\.py)`", text):
         assert name in names, name
 
 
 def test_the_map_has_every_package_and_where_to_begin_in_it() -> None:
-    rows = [line.split(" | ") for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split(" | ")
+        for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     folders = {row[0].strip("| `/"): row for row in rows if "/`" in row[0]}
-    parts = ("manylora", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
-    found = {str(init.parent.relative_to(ROOT)) for part in parts for init in (ROOT / part).rglob("__init__.py")}
+    parts = (
+        "manylora",
+        "adapters",
+        "benchmarks",
+        "engine",
+        "kernels",
+        "memory",
+        "registry",
+        "server",
+    )
+    found = {
+        str(init.parent.relative_to(ROOT))
+        for part in parts
+        for init in (ROOT / part).rglob("__init__.py")
+    }
     assert found - set(folders) == INSIDE_THE_MAP
     for folder, row in folders.items():
         for name in re.findall(r"`([a-z_]+\.py)`", row[-1]):
@@ -76,7 +95,9 @@ def test_the_demo_answers_in_the_readme_are_the_tested_ones() -> None:
     question = next(entry for entry in expected["questions"] if f'"{entry["question"]}"' in README)
     for name, answer in question["answers"].items():
         line = next(
-            line for line in README.splitlines() if line.startswith(f" {'manylora-demo' if name == 'base' else name} ")
+            line
+            for line in README.splitlines()
+            if line.startswith(f" {'manylora-demo' if name == 'base' else name} ")
         )
         assert line.endswith(answer)
 

@@ -49,7 +49,14 @@ def container() -> dict[str, Any]:
 
 
 def test_kubernetes_takes_every_resource() -> None:
-    kinds = ("Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget", "InferencePool", "HTTPRoute")
+    kinds = (
+        "Deployment",
+        "Service",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "InferencePool",
+        "HTTPRoute",
+    )
     assert set(resources()) == set(kinds)
     for resource in resources().values():
         check(resource)
@@ -86,7 +93,10 @@ def test_manylora_starts_with_settings_that_exist_and_shows_vllms_metrics() -> N
     assert config.registry.s3_place == ("manylora", "adapters")
     mounts = {mount["mountPath"]: mount["name"] for mount in container()["volumeMounts"]}
     assert {config.model.path, "/data", "/tmp"} <= set(mounts)
-    volumes = {volume["name"] for volume in resources()["Deployment"]["spec"]["template"]["spec"]["volumes"]}
+    volumes = {
+        volume["name"]
+        for volume in resources()["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    }
     assert set(mounts.values()) == volumes
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     assert ports == {"http": 8000, "metrics": config.server.metrics_port}
@@ -94,7 +104,10 @@ def test_manylora_starts_with_settings_that_exist_and_shows_vllms_metrics() -> N
     user = resources()["Deployment"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
     assert f"--uid {user} manylora" in image
     assert f"EXPOSE {ports['http']}" in image
-    assert f"--model-server-metrics-port={ports['metrics']}" in (ROOT / "docs" / "inference-pool.md").read_text()
+    assert (
+        f"--model-server-metrics-port={ports['metrics']}"
+        in (ROOT / "docs" / "inference-pool.md").read_text()
+    )
     assert config.memory.gib is not None
     assert config.memory.host_gib is not None
     limit = container()["resources"]["limits"]["memory"]
@@ -104,7 +117,12 @@ def test_manylora_starts_with_settings_that_exist_and_shows_vllms_metrics() -> N
 def test_every_secret_comes_from_the_secret_that_the_first_lines_make() -> None:
     text = FILE.read_text()
     made = set(re.findall(r"--from-literal=(\w+)=", text))
-    assert made >= {"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_REGISTRY__DATABASE_URL", "AWS_SECRET_ACCESS_KEY"}
+    assert made >= {
+        "MANYLORA_ADMIN_KEY",
+        "MANYLORA_PEPPER",
+        "MANYLORA_REGISTRY__DATABASE_URL",
+        "AWS_SECRET_ACCESS_KEY",
+    }
     assert not made & {entry["name"] for entry in container()["env"]}
     assert container()["envFrom"] == [{"secretRef": {"name": "manylora"}}]
     assert "kubectl create secret generic manylora " in text
@@ -124,11 +142,18 @@ def test_everything_means_the_same_pods_and_ports() -> None:
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     assert found["InferencePool"]["spec"]["targetPorts"] == [{"number": ports["http"]}]
     assert {port["targetPort"] for port in found["Service"]["spec"]["ports"]} <= set(ports)
-    named = {port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]}
+    named = {
+        port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]
+    }
     assert named == set(ports)
-    backends = [backend for rule in found["HTTPRoute"]["spec"]["rules"] for backend in rule["backendRefs"]]
+    backends = [
+        backend for rule in found["HTTPRoute"]["spec"]["rules"] for backend in rule["backendRefs"]
+    ]
     service_port = found["Service"]["spec"]["ports"][0]["port"]
-    assert [(backend.get("kind", "Service"), backend["name"], backend.get("port")) for backend in backends] == [
+    assert [
+        (backend.get("kind", "Service"), backend["name"], backend.get("port"))
+        for backend in backends
+    ] == [
         ("InferencePool", found["InferencePool"]["metadata"]["name"], None),
         ("Service", found["Service"]["metadata"]["name"], service_port),
     ]

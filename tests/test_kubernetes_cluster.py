@@ -39,10 +39,15 @@ def render(name: str) -> dict[tuple[str, str], Resource]:
     found: dict[tuple[str, str], Resource] = {}
     for path in settings["resources"]:
         if path.endswith(".yaml"):
-            found |= {identity(each): each for each in yaml.safe_load_all((FOLDER / name / path).read_text())}
+            found |= {
+                identity(each): each
+                for each in yaml.safe_load_all((FOLDER / name / path).read_text())
+            }
         else:
             found |= render(str((FOLDER / name / path).resolve().relative_to(FOLDER)))
-    images = {each["name"]: f"{each['newName']}:{each['newTag']}" for each in settings.get("images", ())}
+    images = {
+        each["name"]: f"{each['newName']}:{each['newTag']}" for each in settings.get("images", ())
+    }
     for resource in found.values():
         if resource["kind"] in ("Deployment", "StatefulSet"):
             for container in resource["spec"]["template"]["spec"]["containers"]:
@@ -60,7 +65,9 @@ def check(resource: Resource) -> None:
         for template in ray_templates(resource).values():
             check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **template})
     else:
-        require_module("kubernetes_validate", package="kubernetes-validate").validate(resource, KUBERNETES, strict=True)
+        require_module("kubernetes_validate", package="kubernetes-validate").validate(
+            resource, KUBERNETES, strict=True
+        )
 
 
 def ray_templates(resource: Resource) -> dict[str, Resource]:
@@ -89,11 +96,15 @@ def test_kubernetes_takes_every_resource(name: str) -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is missing")
 @pytest.mark.parametrize("name", ["cluster", "kuberay"])
 def test_kustomize_makes_the_same(name: str) -> None:
-    made = subprocess.run(["kubectl", "kustomize", str(FOLDER / name)], capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER / name)], capture_output=True, text=True, check=True
+    )
     assert {identity(each): each for each in yaml.safe_load_all(made.stdout)} == render(name)
 
 
-@pytest.mark.parametrize("wrong", [{"authOptions": {"mode": "tokens"}}, {"auth": {}}, {"headGroupSpec": {}}])
+@pytest.mark.parametrize(
+    "wrong", [{"authOptions": {"mode": "tokens"}}, {"auth": {}}, {"headGroupSpec": {}}]
+)
 def test_a_wrong_field_of_ray_is_noticed(wrong: Resource) -> None:
     resource = render("kuberay")["RayService", "manylora"]
     resource["spec"]["rayClusterConfig"] |= wrong
@@ -108,13 +119,20 @@ def test_servers_start_with_settings_that_exist(role: str) -> None:
     assert container["args"] == ["serve", "--role", role]
     own = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     given = {**settings(), **own, "MANYLORA_SERVER__ROLE": role}
-    given["MANYLORA_SERVER__ADVERTISED_URL"] = given["MANYLORA_SERVER__ADVERTISED_URL"].replace("$(POD_IP)", "10.0.0.7")
+    given["MANYLORA_SERVER__ADVERTISED_URL"] = given["MANYLORA_SERVER__ADVERTISED_URL"].replace(
+        "$(POD_IP)", "10.0.0.7"
+    )
     config = load_config({}, {n: v for n, v in given.items() if n.startswith("MANYLORA_")})
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.server.port, "metrics": config.server.metrics_port}
     assert config.server.advertised_url == f"http://10.0.0.7:{ports['http']}"
-    assert [entry["name"] for entry in container["env"]].index("POD_IP") == 0  # before what is made of it
-    assert container["envFrom"] == [{"configMapRef": {"name": "manylora"}}, {"secretRef": {"name": "manylora"}}]
+    assert [entry["name"] for entry in container["env"]].index(
+        "POD_IP"
+    ) == 0  # before what is made of it
+    assert container["envFrom"] == [
+        {"configMapRef": {"name": "manylora"}},
+        {"secretRef": {"name": "manylora"}},
+    ]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert {str(config.server.data_dir), "/tmp"} <= set(mounts)
     claims = (
@@ -122,7 +140,9 @@ def test_servers_start_with_settings_that_exist(role: str) -> None:
         if role == "replica"
         else []
     )
-    volumes = {volume["name"] for volume in pod(name)["volumes"]} | {claim["metadata"]["name"] for claim in claims}
+    volumes = {volume["name"] for volume in pod(name)["volumes"]} | {
+        claim["metadata"]["name"] for claim in claims
+    }
     assert set(mounts.values()) == volumes
     assert (config.model.path in mounts) == (role == "replica")
     user = pod(name)["securityContext"]["runAsUser"]
@@ -133,7 +153,9 @@ def test_servers_start_with_settings_that_exist(role: str) -> None:
 
 
 def test_a_gateway_reads_its_part_of_the_settings() -> None:
-    config = load_config({}, {n: v for n, v in settings().items() if n.startswith("MANYLORA_")}, kind=GatewayConfig)
+    config = load_config(
+        {}, {n: v for n, v in settings().items() if n.startswith("MANYLORA_")}, kind=GatewayConfig
+    )
     assert config.registry.s3_place == ("manylora", "adapters")
 
 
@@ -170,7 +192,9 @@ def test_clients_reach_gateways_alone_and_prometheus_all_metrics() -> None:
     policies = [policy["spec"] for (kind, _), policy in found.items() if kind == "NetworkPolicy"]
     rules = [
         {
-            rule["ports"][0]["port"]: [peer["podSelector"]["matchLabels"] for peer in rule.get("from", ())]
+            rule["ports"][0]["port"]: [
+                peer["podSelector"]["matchLabels"] for peer in rule.get("from", ())
+            ]
             for policy in policies
             if policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
             for rule in policy["ingress"]
@@ -179,13 +203,18 @@ def test_clients_reach_gateways_alone_and_prometheus_all_metrics() -> None:
     ]
     prometheus, gateway = {"app.kubernetes.io/name": "prometheus"}, {"app": "manylora-gateway"}
     assert gateway.items() <= pods[0]["metadata"]["labels"].items()
-    assert rules == [{"metrics": [prometheus], "http": []}, {"metrics": [prometheus], "http": [gateway]}]
+    assert rules == [
+        {"metrics": [prometheus], "http": []},
+        {"metrics": [prometheus], "http": [gateway]},
+    ]
 
 
 def test_the_form_of_addresses_that_settings_name_for_ipv6_is_good() -> None:
     text = (FOLDER / "cluster" / "settings.yaml").read_text()
     url = re.findall(r"http://\S+", text)[0].replace("$(POD_IP)", "fd00::7")
-    assert load_config({"server": {"host": "::", "role": "replica", "advertised_url": url}}, settings())
+    assert load_config(
+        {"server": {"host": "::", "role": "replica", "advertised_url": url}}, settings()
+    )
 
 
 def test_requests_have_their_time_to_finish() -> None:
@@ -193,7 +222,8 @@ def test_requests_have_their_time_to_finish() -> None:
     worker = ray_templates(render("kuberay")["RayService", "manylora"])["worker"]["spec"]
     for spec in (pod("manylora-gateway"), pod("manylora-replica"), worker):
         assert (
-            spec["terminationGracePeriodSeconds"] > drain_s + NOTICE_S["gateway"] + SETTLE_S + STOP_S + 10
+            spec["terminationGracePeriodSeconds"]
+            > drain_s + NOTICE_S["gateway"] + SETTLE_S + STOP_S + 10
         )  # for the engine
 
 
@@ -202,7 +232,10 @@ def test_gateways_are_probed_without_replicas_and_replicas_have_time_to_load() -
         (container,) = pod(name)["containers"]
         assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
-    assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 600
+    assert (
+        container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
+        >= 600
+    )
 
 
 def test_ray_keeps_the_replicas_and_no_proxy_of_its_own() -> None:
@@ -216,21 +249,30 @@ def test_ray_keeps_the_replicas_and_no_proxy_of_its_own() -> None:
     module, _, function = application["import_path"].partition(":")
     source = (ROOT / Path(*module.split(".")[1:])).with_suffix(".py").read_text()
     assert f"def {function}(plan" in source
-    assert {f'plan.get("{name}")' for name in application["args"]} <= set(re.findall(r'plan\.get\("\w+"\)', source))
+    assert {f'plan.get("{name}")' for name in application["args"]} <= set(
+        re.findall(r'plan\.get\("\w+"\)', source)
+    )
     (workers,) = resource["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert application["args"]["max_replicas"] == workers["maxReplicas"]
     assert workers["rayStartParams"]["num-cpus"] == str(application["args"]["cpus"])
-    image = found["Deployment", "manylora-gateway"]["spec"]["template"]["spec"]["containers"][0]["image"]
+    image = found["Deployment", "manylora-gateway"]["spec"]["template"]["spec"]["containers"][0][
+        "image"
+    ]
     for template in ray_templates(resource).values():
         (container,) = template["spec"]["containers"]
         assert container["image"] == image
         # KubeRay's own probes may need wget, and on workers the proxy; these paths need no token.
         for probe in ("readinessProbe", "livenessProbe"):
-            assert container[probe]["httpGet"]["path"] in ("/api/healthz", "/api/local_raylet_healthz")
+            assert container[probe]["httpGet"]["path"] in (
+                "/api/healthz",
+                "/api/local_raylet_healthz",
+            )
 
 
 @pytest.mark.ray
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="docs/cluster.md says how to install Ray")
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="docs/cluster.md says how to install Ray"
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_ray_understands_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.serve.schema import ServeDeploySchema

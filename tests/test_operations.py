@@ -29,12 +29,19 @@ async def _page(folder: Path) -> str:
         client = await opened.tenant("acme")
         digest = (await upload(client, "pirate")).json()["digest"]
         opened.engine.residents = [
-            ResidentAdapter(digest=digest, tier=tier, pages=2, running=1) for tier in ("device", "host")
+            ResidentAdapter(digest=digest, tier=tier, pages=2, running=1)
+            for tier in ("device", "host")
         ]
         for body in ({"model": BASE}, {"model": "pirate", "max_tokens": 90}):
-            assert (await client.post("/v1/completions", json={"prompt": "x", **body})).status_code == 200
-        opened.engine.refusal = RequestError(kind="capacity", code="engine_overloaded", message="full")
-        assert (await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})).status_code == 503
+            assert (
+                await client.post("/v1/completions", json={"prompt": "x", **body})
+            ).status_code == 200
+        opened.engine.refusal = RequestError(
+            kind="capacity", code="engine_overloaded", message="full"
+        )
+        assert (
+            await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
+        ).status_code == 503
         own = (await opened.admin.get("/metrics")).text
         async with gateway_before(opened) as (gateway, _):
             return own + await gateway.metrics_page()
@@ -60,7 +67,11 @@ def known(page: str) -> Series:
 def test_rules_and_panels_ask_for_what_there_is(known: Series) -> None:
     asked = list(expressions())
     assert len(asked) > 60
-    wrong = {where: found for where, expr, shown in asked if (found := wrong_with(question(expr), known, shown))}
+    wrong = {
+        where: found
+        for where, expr, shown in asked
+        if (found := wrong_with(question(expr), known, shown))
+    }
     assert wrong == {}
 
 
@@ -74,10 +85,16 @@ def test_every_metric_is_shown(page: str) -> None:
     ("expr", "why"),
     [
         ("rate(manylora_request_total[5m])", "there is no manylora_request_total"),
-        ("sum by (adaptor) (manylora_requests_total)", "manylora_requests_total has no label adaptor"),
+        (
+            "sum by (adaptor) (manylora_requests_total)",
+            "manylora_requests_total has no label adaptor",
+        ),
         ('manylora_requests_total{tier="device"}', "manylora_requests_total has no label tier"),
         ('manylora_pages{kind=~"kv|weights"}', "manylora_pages has no kind ['weights']"),
-        ('manylora_ttft_seconds_bucket{le="3.0"}', "manylora_ttft_seconds_bucket has no le ['3.0']"),
+        (
+            'manylora_ttft_seconds_bucket{le="3.0"}',
+            "manylora_ttft_seconds_bucket has no le ['3.0']",
+        ),
         ("sum by (kind) (manylora_pages)", "the legend shows tenant, which is not left"),
         ("instance:manylora_pages:ratio", "there is no instance:manylora_pages:ratio"),
         ("vector(1)", "it asks for nothing that is known"),
@@ -100,11 +117,15 @@ def test_prometheus_takes_configuration_and_rules() -> None:
 
 def test_prometheus_takes_the_admins_key_where_there_is_no_port_for_metrics(tmp_path: Path) -> None:
     text = (RULES.parent / "prometheus.yaml").read_text()
-    uncommented = re.sub(r"^    # (authorization:|  credentials_file:)", r"    \1", text, flags=re.MULTILINE)
+    uncommented = re.sub(
+        r"^    # (authorization:|  credentials_file:)", r"    \1", text, flags=re.MULTILINE
+    )
     (job,) = yaml.safe_load(uncommented)["scrape_configs"]
     assert set(job["authorization"]) == {"credentials_file"}
     (tmp_path / "key").touch()
-    (tmp_path / "prometheus.yaml").write_text(uncommented.replace("/etc/prometheus/manylora-admin.key", "key"))
+    (tmp_path / "prometheus.yaml").write_text(
+        uncommented.replace("/etc/prometheus/manylora-admin.key", "key")
+    )
     (tmp_path / "rules.yaml").write_text(RULES.read_text())
     checked = promtool("check", "config", "prometheus.yaml", folder=tmp_path)
     assert checked.returncode == 0, checked.stderr
@@ -128,7 +149,9 @@ def test_no_alert_can_be_changed_unnoticed(instead: str, tmp_path: Path) -> None
     tested = promtool("test", "rules", "rules_test.yaml", folder=tmp_path)
     assert tested.returncode == 1
     assert set(alerts()) == {
-        name for name in alerts() if re.search(rf'alertname=\W*"{name}\W', tested.stderr + tested.stdout)
+        name
+        for name in alerts()
+        if re.search(rf'alertname=\W*"{name}\W', tested.stderr + tested.stdout)
     }
 
 
@@ -148,7 +171,11 @@ def test_dashboards_can_be_imported_anywhere() -> None:
     }
     for board in boards().values():
         source, *variables = board["templating"]["list"]
-        assert (source["name"], source["type"], source["query"]) == ("DS_PROMETHEUS", "datasource", "prometheus")
+        assert (source["name"], source["type"], source["query"]) == (
+            "DS_PROMETHEUS",
+            "datasource",
+            "prometheus",
+        )
         assert [variable["name"] for variable in variables] == ["instance", "tenant", "adapter"]
         assert all(variable["includeAll"] and variable["multi"] for variable in variables)
         text = json.dumps(board)
@@ -166,7 +193,9 @@ def test_panels_are_explained_and_do_not_overlap() -> None:
             place = panel["gridPos"]
             assert place["x"] + place["w"] <= 24
             cells = {
-                (place["x"] + right, place["y"] + down) for right in range(place["w"]) for down in range(place["h"])
+                (place["x"] + right, place["y"] + down)
+                for right in range(place["w"])
+                for down in range(place["h"])
             }
             assert not cells & taken, (name, panel["title"])
             taken |= cells
@@ -181,6 +210,8 @@ def test_panels_name_alerts_and_settings_that_exist() -> None:
     texts = " ".join(path.read_text() for path in (*BOARDS, RULES))
     assert set(re.findall(r"\bManylora[A-Z]\w+", texts)) <= set(alerts())
     sections = "|".join({name.partition(".")[0] for name in setting_names()})
-    assert {found for found in re.findall(rf"\b(?:{sections})\.[a-z]\w+", texts) if found != "server.metrics"} <= set(
-        setting_names()
-    )
+    assert {
+        found
+        for found in re.findall(rf"\b(?:{sections})\.[a-z]\w+", texts)
+        if found != "server.metrics"
+    } <= set(setting_names())

@@ -59,11 +59,15 @@ OTHERS = {
 
 def hints() -> Iterator[tuple[str, str]]:
     """Files of the product, its docs and its deployment, each with what it says to install."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in listed:
         path = ROOT / name
         if not name.startswith("tests/") and path.is_file() and not path.is_symlink():
-            yield from ((name, found[1]) for found in HINT.finditer(path.read_text(errors="ignore")))
+            yield from (
+                (name, found[1]) for found in HINT.finditer(path.read_text(errors="ignore"))
+            )
 
 
 def test_what_is_to_be_installed_is_ours_and_has_its_extras() -> None:
@@ -86,15 +90,27 @@ def test_what_is_to_be_installed_is_ours_and_has_its_extras() -> None:
 
 def printed(code: str) -> str:
     command = [sys.executable, "-P", "-c", code]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_no_part_is_importable_by_its_bare_name() -> None:
-    assert printed(f"import importlib.util as i; print([part for part in {PARTS} if i.find_spec(part)])") == "[]"
+    assert (
+        printed(
+            f"import importlib.util as i; print([part for part in {PARTS} if i.find_spec(part)])"
+        )
+        == "[]"
+    )
 
 
 def test_light_modules_do_not_bring_torch() -> None:
-    names = ("cli", "registry.registry", "adapters.checkpoint.reader", "engine.execution.memory_plan")
+    names = (
+        "cli",
+        "registry.registry",
+        "adapters.checkpoint.reader",
+        "engine.execution.memory_plan",
+    )
     modules = ", ".join(["manylora", *(f"manylora.{name}" for name in names)])
     assert printed(f"import sys, {modules}; print('torch' in sys.modules)") == "False"
 
@@ -110,7 +126,9 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
     assert extras["cuda"] == [
         "flashinfer-python>=0.6.1,<0.8; platform_system == 'Linux' and platform_machine == 'x86_64'"
     ]
-    (tmp_path / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n")
+    (tmp_path / "triton.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n"
+    )
     code = (
         "import sys, manylora.cli.serve, manylora.server.app, manylora.engine.process.worker\n"
         "from manylora import LLM\n"
@@ -120,16 +138,44 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
         "sys.exit(any(name in sys.modules for name in ('triton', 'flashinfer', 'manylora.kernels.flashinfer')))\n"
     )
     demo = ROOT / "manylora" / "demo"
-    command = [sys.executable, "-P", "-c", code, str(demo / "manylora-demo"), str(demo / "adapters" / "pirate")]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        code,
+        str(demo / "manylora-demo"),
+        str(demo / "adapters" / "pirate"),
+    ]
     env = {**environment(), "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
-MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "runpy", "code"}
+MODULES = {
+    "pickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "shelve",
+    "marshal",
+    "joblib",
+    "jsonpickle",
+    "runpy",
+    "code",
+}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 CALLS = {
-    *("torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"),
+    *(
+        "torch.load",
+        "np.load",
+        "numpy.load",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "os.system",
+    ),
     *("os.popen", "send_pyobj", "recv_pyobj", "from_string", "subprocess.getoutput"),
 }
 FLAGS = {"allow_pickle", "trust_remote_code", "shell"}
@@ -143,7 +189,11 @@ def what_runs_code(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             yield str(node.module)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if f"{node.module}.{alias.name}" in CALLS)
+            yield from (
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if f"{node.module}.{alias.name}" in CALLS
+            )
         elif isinstance(node, ast.Call):
             yield from _of_call(node)
 
@@ -152,14 +202,18 @@ def _of_call(call: ast.Call) -> Iterator[str]:
     called = ast.unparse(call.func)
     if called in BUILTINS or called in CALLS or called.rsplit(".", 1)[-1] in CALLS:
         yield called
-    if called.endswith("import_module") and not isinstance(call.args[0], ast.Constant | ast.JoinedStr):
+    if called.endswith("import_module") and not isinstance(
+        call.args[0], ast.Constant | ast.JoinedStr
+    ):
         yield ast.unparse(call)
     if called in ("text", "sqlalchemy.text", "exec_driver_sql") and any(
         isinstance(a, ast.JoinedStr) for a in call.args
     ):
         yield ast.unparse(call)
     for keyword in call.keywords:
-        if keyword.arg in FLAGS and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+        if keyword.arg in FLAGS and not (
+            isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        ):
             yield f"{called}({keyword.arg}=...)"
 
 
@@ -167,19 +221,39 @@ def test_no_source_deserialises_or_executes_what_it_reads() -> None:
     """No pickle and no relatives of it in the product: neither files nor messages may run code."""
     files = [path for part in (*PARTS, "manylora") for path in (ROOT / part).rglob("*.py")]
     found = [
-        f"{path.relative_to(ROOT)}: {word}" for path in files for word in what_runs_code(ast.parse(path.read_text()))
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in files
+        for word in what_runs_code(ast.parse(path.read_text()))
     ]
     assert len(files) > 150
-    own_modules = ["benchmarks/http/stepped_server.py: runpy", "manylora/cli/cluster/child.py: runpy"]
+    own_modules = [
+        "benchmarks/http/stepped_server.py: runpy",
+        "manylora/cli/cluster/child.py: runpy",
+    ]
     assert found == own_modules, "those that the command line names"
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        *("import pickle", "from pickle import loads", "import pickle as p", "eval('1')", "torch.load(f)"),
-        *("from torch import load", "np.load(f)", "AutoModel.from_pretrained(f, trust_remote_code=True)"),
-        *("sock.recv_pyobj()", "importlib.import_module(name)", "text(f'SELECT {name}')", "run(line, shell=True)"),
+        *(
+            "import pickle",
+            "from pickle import loads",
+            "import pickle as p",
+            "eval('1')",
+            "torch.load(f)",
+        ),
+        *(
+            "from torch import load",
+            "np.load(f)",
+            "AutoModel.from_pretrained(f, trust_remote_code=True)",
+        ),
+        *(
+            "sock.recv_pyobj()",
+            "importlib.import_module(name)",
+            "text(f'SELECT {name}')",
+            "run(line, shell=True)",
+        ),
     ],
 )
 def test_what_runs_code_is_seen(source: str) -> None:

@@ -49,7 +49,12 @@ def set_up(checkout: Path, *, has_uv: bool = True, fail: str = "") -> tuple[list
     path.mkdir(exist_ok=True)
     if has_uv and not (path / "uv").exists():
         (path / "uv").symlink_to(checkout / "uv")
-    env = {"PATH": f"{path}:/usr/bin:/bin", "NOTES": str(notes), "FAIL": fail, "UV": str(checkout / "uv")}
+    env = {
+        "PATH": f"{path}:/usr/bin:/bin",
+        "NOTES": str(notes),
+        "FAIL": fail,
+        "UV": str(checkout / "uv"),
+    }
     notes.write_text("")
     result = subprocess.run(
         ["bash", str(checkout / "scripts" / "setup")],
@@ -68,7 +73,9 @@ def set_up(checkout: Path, *, has_uv: bool = True, fail: str = "") -> tuple[list
 def test_uv_installs_torch_first_and_is_told_pip_s_indexes(checkout: Path) -> None:
     asked, _ = set_up(checkout)
     assert asked == UV_INSTALLS
-    assert "-m manylora.kernels.native.compilation" in (checkout / "notes").read_text(), "the kernels, meanwhile"
+    assert "-m manylora.kernels.native.compilation" in (checkout / "notes").read_text(), (
+        "the kernels, meanwhile"
+    )
     assert set_up(checkout)[0] == [], "the same pyproject.toml is installed"
 
 
@@ -139,7 +146,9 @@ format = columns
 
 
 def test_uv_is_told_what_pip_is_told(tmp_path: Path) -> None:
-    result = uv_settings(tmp_path, SETTINGS, PIP_INDEX_URL="https://own.example/simple", UV_INSECURE_HOST="mine")
+    result = uv_settings(
+        tmp_path, SETTINGS, PIP_INDEX_URL="https://own.example/simple", UV_INSECURE_HOST="mine"
+    )
     told = set(result.stdout.splitlines())
     assert told >= {
         "UV_INDEX_STRATEGY=unsafe-best-match",
@@ -148,7 +157,9 @@ def test_uv_is_told_what_pip_is_told(tmp_path: Path) -> None:
         "UV_FIND_LINKS=/wheels,/more",
         "UV_CONSTRAINT=/etc/constraints.txt",
     }, result.stderr
-    assert not [line for line in told if line.startswith(("UV_INSECURE_HOST", "UV_NO_INDEX"))], "set, or not in pip's"
+    assert not [line for line in told if line.startswith(("UV_INSECURE_HOST", "UV_NO_INDEX"))], (
+        "set, or not in pip's"
+    )
 
 
 def test_a_setting_of_pip_s_that_uv_has_no_equal_for_is_named(tmp_path: Path) -> None:

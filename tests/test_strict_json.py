@@ -6,7 +6,19 @@ import pytest
 
 from manylora.strict_json import DuplicateKeyError, JsonRefusedError, TooDeepError, loads, parse
 
-NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000, "-" + "1" * 400, "01", "1.", "+1", "0x1")
+NUMBERS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "-1e999",
+    "1" * 5000,
+    "-" + "1" * 400,
+    "01",
+    "1.",
+    "+1",
+    "0x1",
+)
 TEXTS = (r'"\ud800"', r'"\udc00\ud800"', r'"\ud800x"', '"\ud800"', '"\x00"', r'"\x41"', "'a'")
 BEYOND = ("", " ", "{", "1 2", "{}x", "[1,]", "\ufeff{}", "nul")
 
@@ -38,7 +50,9 @@ def test_keys_that_repeat_and_depth_are_refused_by_name() -> None:
 
 def test_everything_else_is_read_exactly() -> None:
     big = 2**70 + 1
-    assert loads(f'{{"n": {big}, "f": 1e308, "z": -0.0, "e": "\\ud83d\\ude00", "": [[], {{}}]}}') == {
+    assert loads(
+        f'{{"n": {big}, "f": 1e308, "z": -0.0, "e": "\\ud83d\\ude00", "": [[], {{}}]}}'
+    ) == {
         "n": big,
         "f": 1e308,
         "z": -0.0,
@@ -55,5 +69,7 @@ def test_a_reader_that_names_fields_gets_numbers_out_of_range() -> None:
     "text", ["", "{", "[1,", '{"a" 1}', "{} {}", "[1 2]", '"\\x"', '"\n"', "\ufeff{}", '{"a": nul}']
 )
 def test_a_refusal_is_in_our_words(text: str) -> None:
-    with pytest.raises(JsonRefusedError, match=r"^(an early end|unexpected text) at character \d+$"):
+    with pytest.raises(
+        JsonRefusedError, match=r"^(an early end|unexpected text) at character \d+$"
+    ):
         parse(text.encode(), 16)

@@ -18,13 +18,21 @@ MOST_OF_THE_CHAT_ROUTE = 94
 
 def modules(parts: tuple[str, ...]) -> list[Path]:
     """The modules of these parts, without the `__init__.py` of packages and without the links in `manylora/`."""
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [path for path in map(Path, tracked.stdout.split()) if path.parts[0] in parts and path.name != "__init__.py"]
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [
+        path
+        for path in map(Path, tracked.stdout.split())
+        if path.parts[0] in parts and path.name != "__init__.py"
+    ]
 
 
 def test_no_package_has_more_modules_than_a_reader_takes_in() -> None:
     counts = Counter(path.parent for path in modules(PARTS))
-    assert {str(folder): count for folder, count in counts.items() if count > MOST_IN_A_PACKAGE} == {}
+    assert {
+        str(folder): count for folder, count in counts.items() if count > MOST_IN_A_PACKAGE
+    } == {}
 
 
 def test_the_core_stays_small() -> None:
@@ -70,13 +78,17 @@ PLAIN_JSON = {
     "manylora/strict_json.py": 3,
 }
 """Where plain readers of JSON are called, and how often. All that strangers send goes through `strict_json`."""
-READER = re.compile(r"(?<!strict_)\b(?:or)?json\.loads?\(|msgspec\.json\.[dD]ecoder?\(|validate_json\(|JSONDecoder")
+READER = re.compile(
+    r"(?<!strict_)\b(?:or)?json\.loads?\(|msgspec\.json\.[dD]ecoder?\(|validate_json\(|JSONDecoder"
+)
 
 
 def test_plain_readers_of_json_are_where_no_stranger_writes() -> None:
     found = Counter[str]()
     for path in modules((*CORE, "manylora")):
         found[str(path)] += len(READER.findall((ROOT / path).read_text(encoding="utf-8")))
-    package = "manylora/cli/cluster/__init__.py"  # the plan that `cluster up` writes for its own child
+    package = (
+        "manylora/cli/cluster/__init__.py"  # the plan that `cluster up` writes for its own child
+    )
     assert READER.findall((ROOT / package).read_text(encoding="utf-8")) == ["json.loads("]
     assert {path: count for path, count in found.items() if count} == PLAIN_JSON

@@ -76,7 +76,9 @@ class Bucket:
     def put(self, key: str, content: bytes | bytearray | Path) -> None:
         """Store an object, in parts if it is large. Returns once S3 confirmed all of it."""
         with self._asking():
-            obstore.put(self._store, key, content, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+            obstore.put(
+                self._store, key, content, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
+            )
 
     def get(self, key: str, start: int, num_bytes: int) -> tuple[memoryview, int]:
         """Bytes of an object, and the size of all of it; raises FileNotFoundError if there is none."""
@@ -155,13 +157,17 @@ class Bucket:
     def _refused(self, reason: str) -> ConfigError:
         keys = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
         what = f"{self.name} cannot be used ({reason}). Manylora puts, gets, deletes and lists objects there"
-        return ConfigError(f"{what}: check registry.blob_url and {keys}.", param="registry.blob_url")
+        return ConfigError(
+            f"{what}: check registry.blob_url and {keys}.", param="registry.blob_url"
+        )
 
 
 def reason_of(error: Exception) -> tuple[str, bool]:
     """What went wrong in a word or two, and whether S3 said so, which it would do again."""
     text = str(error)
-    code, status, kind = (found and found[1] for found in (part.search(text) for part in (_CODE, _STATUS, _KIND)))
+    code, status, kind = (
+        found and found[1] for found in (part.search(text) for part in (_CODE, _STATUS, _KIND))
+    )
     if _METADATA_SERVICE in text:
         return "no AWS credentials were found", True
     if status is None:

@@ -31,7 +31,16 @@ CORRUPT = "adapter_blob_corrupt"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PASSING = frozenset(
-    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE}
+    {
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOENT,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+        errno.ESTALE,
+    }
 )
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -93,7 +102,10 @@ class BlobWriter:
         with disk_trouble_is_capacity():
             os.fsync(self._fd)
             self._blobs.make_folders(digest)
-            with _folder(self._blobs.root, ("tmp",)) as source, _folder(self._blobs.root, parents(digest)) as target:
+            with (
+                _folder(self._blobs.root, ("tmp",)) as source,
+                _folder(self._blobs.root, parents(digest)) as target,
+            ):
                 os.rename(self._name, digest, src_dir_fd=source, dst_dir_fd=target)
                 self._close()
                 os.fsync(target)
@@ -104,7 +116,10 @@ class BlobWriter:
         if self._fd < 0:
             return
         self._close()
-        with contextlib.suppress(OSError), _folder(self._blobs.root, ("tmp",)) as folder:  # else a sweep removes it
+        with (
+            contextlib.suppress(OSError),
+            _folder(self._blobs.root, ("tmp",)) as folder,
+        ):  # else a sweep removes it
             os.unlink(self._name, dir_fd=folder)
 
     def _close(self) -> None:

@@ -28,7 +28,9 @@ class MemoryWriter(BlobWriter):
 
     def __init__(self, blobs: MemoryBlobs, owner: str, most_bytes: int) -> None:
         if sys.platform != "linux":
-            raise InvalidRequestError("Ephemeral versions need a server on Linux.", param="ephemeral")
+            raise InvalidRequestError(
+                "Ephemeral versions need a server on Linux.", param="ephemeral"
+            )
         self._memory, self._owner, self._most_bytes = blobs, owner, most_bytes
         self._hash = hashlib.sha256()
         self.size = 0
@@ -159,7 +161,9 @@ class MemoryBlobs:
         return None if fd is None else MemoryPlace(str(_path(fd)), os.fstat(fd).st_ino)
 
     @contextlib.contextmanager
-    def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader | None]:
+    def open(
+        self, sha256: str, pause: Callable[[], None] = lambda: None
+    ) -> Iterator[BlobReader | None]:
         """Open a blob for reading it once, also while it is deleted; None where it is not here."""
         with self._lock:
             found = self._blobs.get(sha256)

@@ -45,7 +45,10 @@ class S3Writer(local.BlobWriter):
     def commit(self) -> str:
         """Make sure that S3 has the blob, and keep the file as a copy."""
         # What was sent before may have been deleted meanwhile, as a blob that no version refers to.
-        if self._sent != (digest := self.sha256()) or self._s3.bucket.size(_key(digest)) != self.size:
+        if (
+            self._sent != (digest := self.sha256())
+            or self._s3.bucket.size(_key(digest)) != self.size
+        ):
             self.prepare()
         self._s3.make_room(self.size)
         return super().commit()
@@ -71,7 +74,9 @@ class S3Blobs:
         return S3Writer(self, self._cache)
 
     @contextlib.contextmanager
-    def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[local.BlobReader]:
+    def open(
+        self, sha256: str, pause: Callable[[], None] = lambda: None
+    ) -> Iterator[local.BlobReader]:
         """Open the copy of a blob. A corrupt one is removed, and the next `open` fetches it again."""
         try:
             with contextlib.ExitStack() as stack:
@@ -145,7 +150,9 @@ class S3Blobs:
             self._cache.delete(sha256)  # a reader that has it open can read on
             excess -= size
 
-    def _open_copy(self, stack: contextlib.ExitStack, sha256: str, pause: Callable[[], None]) -> local.BlobReader:
+    def _open_copy(
+        self, stack: contextlib.ExitStack, sha256: str, pause: Callable[[], None]
+    ) -> local.BlobReader:
         for _ in range(FETCHES):
             try:
                 blob = stack.enter_context(self._cache.open(sha256, pause))

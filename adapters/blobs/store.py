@@ -36,7 +36,9 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
         from manylora.adapters.blobs.bucket import Bucket
         from manylora.adapters.blobs.s3 import S3Blobs
     except ModuleNotFoundError as error:
-        message = "registry.blob_url names S3, for which obstore is missing: pip install 'manylora[s3]'."
+        message = (
+            "registry.blob_url names S3, for which obstore is missing: pip install 'manylora[s3]'."
+        )
         raise ConfigError(message, param="registry.blob_url") from error
     bucket = Bucket(*registry.s3_place, allow_http=may_lack_tls())
     return S3Blobs(bucket, cache=folder, cache_bytes=int(registry.blob_cache_gib * GIB))

@@ -90,7 +90,10 @@ class Findings:
         return result
 
     def _findings(self) -> list[Finding]:
-        found = [replace(first, message=first.message + _also(names)) for first, names in self._listed.values()]
+        found = [
+            replace(first, message=first.message + _also(names))
+            for first, names in self._listed.values()
+        ]
         found[1:] = map(_bounded, found[1:])
         if self._unlisted:
             more = f" Beside these, {self._unlisted} things are wrong that are not listed."
@@ -101,8 +104,14 @@ class Findings:
 def _also(names: list[str]) -> str:
     if not names:
         return ""
-    shown = names if len(names) <= MAX_ALSO else [*names[: MAX_ALSO - 1], f"{len(names) - MAX_ALSO + 1} more"]
-    return f" The same is wrong with {' and '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}."
+    shown = (
+        names
+        if len(names) <= MAX_ALSO
+        else [*names[: MAX_ALSO - 1], f"{len(names) - MAX_ALSO + 1} more"]
+    )
+    return (
+        f" The same is wrong with {' and '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}."
+    )
 
 
 def _bounded(finding: Finding) -> Finding:

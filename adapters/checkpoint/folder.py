@@ -23,8 +23,12 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
         raise AdapterFormatError(f"There is no folder {folder}.")
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None and (folder / _PICKLE).is_file():
-        raise AdapterFormatError(f"{folder} has only {_PICKLE}.", code="weights.not_safetensors", hint=CONVERT)
+        raise AdapterFormatError(
+            f"{folder} has only {_PICKLE}.", code="weights.not_safetensors", hint=CONVERT
+        )
     if weights is None or not (folder / CONFIG).is_file():
         missing = WEIGHTS[0] if (folder / CONFIG).is_file() else CONFIG
-        raise AdapterFormatError(f"{folder} has no {missing}. Expected what PEFT's save_pretrained writes.")
+        raise AdapterFormatError(
+            f"{folder} has no {missing}. Expected what PEFT's save_pretrained writes."
+        )
     return folder / CONFIG, weights

@@ -54,7 +54,9 @@ class LoraFields:
         rank_pattern, alpha_pattern = dict(self.rank_pattern), dict(self.alpha_pattern)
         if self.rank is None or not self.rank_keys.are_literal:
             of_config = {path: self.rank_of(path)[0] for path in ranks}
-            all_ranks = {path: own if own is not None else ranks[path] for path, own in of_config.items()}
+            all_ranks = {
+                path: own if own is not None else ranks[path] for path, own in of_config.items()
+            }
             rank_pattern = {path: rank for path, rank in all_ranks.items() if rank != default}
         if self.scale is not None or not self.alpha_keys.are_literal:
             alphas = {path: self.alpha_of(path, rank) for path, rank in ranks.items()}

@@ -25,7 +25,9 @@ modules were trained."""
 
 def is_mlx(config: Mapping[str, object]) -> bool:
     """Whether the config is one of mlx-lm, not of PEFT."""
-    return "peft_type" not in config and not config.keys().isdisjoint({"fine_tune_type", "lora_parameters"})
+    return "peft_type" not in config and not config.keys().isdisjoint(
+        {"fine_tune_type", "lora_parameters"}
+    )
 
 
 def as_peft(config: Mapping[str, object]) -> dict[str, object]:
@@ -41,7 +43,11 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
         hint = "Train again with `mlx_lm.lora --fine-tune-type lora`."
         refuse_unsupported("config.feature_unsupported", message, "fine_tune_type", hint)
     parameters = config.get("lora_parameters")
-    if not isinstance(parameters, dict) or parameters.get("rank") is None or parameters.get("scale") is None:
+    if (
+        not isinstance(parameters, dict)
+        or parameters.get("rank") is None
+        or parameters.get("scale") is None
+    ):
         message = "lora_parameters must give rank and scale."
         refuse("config.field_missing", message, "lora_parameters", _AS_WRITTEN)
     rank, scale, alpha = parameters["rank"], parameters["scale"], parameters.get("alpha")

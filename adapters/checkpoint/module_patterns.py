@@ -82,7 +82,9 @@ class ModulePatterns:
     def first(self, path: str) -> str | None:
         """The key that counts for a module."""
         if path not in self._found:
-            self._found[path] = min(self._matching(path), key=self._places.__getitem__, default=None)
+            self._found[path] = min(
+                self._matching(path), key=self._places.__getitem__, default=None
+            )
         return self._found[path]
 
     def unused(self, paths: Sequence[str]) -> list[str]:
@@ -91,13 +93,26 @@ class ModulePatterns:
         return [
             key
             for key in self._places
-            if (not any(map(self._regexes[key], paths)) if key in self._regexes else key not in literal)
+            if (
+                not any(map(self._regexes[key], paths))
+                if key in self._regexes
+                else key not in literal
+            )
         ]
 
     def _matching(self, path: str) -> list[str]:
-        literal = [key for key in _endings(path) if key in self._places and key not in self._regexes]
+        literal = [
+            key for key in _endings(path) if key in self._places and key not in self._regexes
+        ]
         before = min((self._places[key] for key in literal), default=len(self._places))
-        found = next((key for key, is_in in self._regexes.items() if self._places[key] < before and is_in(path)), None)
+        found = next(
+            (
+                key
+                for key, is_in in self._regexes.items()
+                if self._places[key] < before and is_in(path)
+            ),
+            None,
+        )
         return literal if found is None else [found]
 
 
@@ -109,17 +124,27 @@ def matcher(key: str) -> Matcher | None:
     """
     if is_literal_path(key.removeprefix("^")):
         return None
-    from pydantic_core import SchemaError, SchemaValidator, core_schema  # the engine starts without it
+    from pydantic_core import (
+        SchemaError,
+        SchemaValidator,
+        core_schema,
+    )  # the engine starts without it
 
     if len(key) > MAX_KEY_LENGTH or key.count("(") > MAX_GROUPS:
-        raise UnsupportedKeyError(f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups")
+        raise UnsupportedKeyError(
+            f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = sre_parser.parse(rf"(.*\.)?({key})$")
     except (re.error, OverflowError) as error:
-        raise InvalidKeyError(f"no regular expression of Python: {getattr(error, 'msg', error)}") from None
-    schema = core_schema.str_schema(pattern=f"^(?:{_written(parsed, False)})", regex_engine="rust-regex")
+        raise InvalidKeyError(
+            f"no regular expression of Python: {getattr(error, 'msg', error)}"
+        ) from None
+    schema = core_schema.str_schema(
+        pattern=f"^(?:{_written(parsed, False)})", regex_engine="rust-regex"
+    )
     try:
         return SchemaValidator(schema).isinstance_python
     except SchemaError:
@@ -146,7 +171,9 @@ def _write(token: Token, ignores_case: bool) -> str:
         return f"(?:{'|'.join(_written(branch, ignores_case) for branch in value[1])})"
     if kind is sre.SUBPATTERN:
         _, added, removed, tokens = value
-        return f"(?:{_written(tokens, bool((ignores_case or added & re.I) and not removed & re.I))})"
+        return (
+            f"(?:{_written(tokens, bool((ignores_case or added & re.I) and not removed & re.I))})"
+        )
     if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
         least, most, tokens = value
         if max(least, 0 if most is sre.MAXREPEAT else most) > MAX_REPEATS:
@@ -158,8 +185,12 @@ def _write(token: Token, ignores_case: bool) -> str:
 
 
 def _character_class(members: Sequence[Token], ignores_case: bool) -> str:
-    if ignores_case and any(kind is not sre.CATEGORY and _largest(value) > _LAST_ASCII for kind, value in members):
-        raise UnsupportedKeyError("a regular expression with letters outside ASCII whose case is ignored")
+    if ignores_case and any(
+        kind is not sre.CATEGORY and _largest(value) > _LAST_ASCII for kind, value in members
+    ):
+        raise UnsupportedKeyError(
+            "a regular expression with letters outside ASCII whose case is ignored"
+        )
     negated = members[0][0] is sre.NEGATE
     found = [
         character

@@ -53,7 +53,9 @@ _SWAPPED = "Upload the weights as the weights, and PEFT's adapter_config.json as
 _LENGTH_BYTES = 8
 """What a safetensors file begins with, before its JSON."""
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_TRANSFORMERS_MODULE = re.compile(r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}")
+_TRANSFORMERS_MODULE = re.compile(
+    r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}"
+)
 
 
 def check_config(raw: bytes, findings: Findings) -> LoraFields | None:
@@ -109,14 +111,22 @@ def _lora_fields(config: Mapping[str, object], findings: Findings) -> LoraFields
 
 
 def _entries(
-    config: Mapping[str, object], name: str, read: Callable[[str, object], Number], findings: Findings
+    config: Mapping[str, object],
+    name: str,
+    read: Callable[[str, object], Number],
+    findings: Findings,
 ) -> tuple[dict[str, Number], ModulePatterns]:
     """The entries of a pattern that can be used, and their keys."""
     pattern = findings.attempt(_pattern, name, config.get(name)) or {}
-    values = {key: findings.attempt(read, f"{name}[{named(key)}]", value) for key, value in pattern.items()}
+    values = {
+        key: findings.attempt(read, f"{name}[{named(key)}]", value)
+        for key, value in pattern.items()
+    }
     matchers = {key: findings.attempt(_matcher, name, key) for key in pattern}
     findings.attempt(_check_number, name, sum(each is not None for each in matchers.values()))
-    return {key: value for key, value in values.items() if value is not None}, ModulePatterns(matchers)
+    return {key: value for key, value in values.items() if value is not None}, ModulePatterns(
+        matchers
+    )
 
 
 def check_scaling(scaling: float, module: str) -> float:
@@ -152,9 +162,19 @@ def parse_config(raw: bytes) -> dict[str, object]:
     except TooDeepError as error:
         refuse("config.too_deep", f"adapter_config.json is {error}.", None, _AS_SAVED)
     except DuplicateKeyError as error:
-        refuse("config.duplicate_key", f"adapter_config.json is ambiguous: {error}.", None, "Keep one of them.")
+        refuse(
+            "config.duplicate_key",
+            f"adapter_config.json is ambiguous: {error}.",
+            None,
+            "Keep one of them.",
+        )
     except JsonRefusedError as error:
-        refuse("config.not_json", f"adapter_config.json is not JSON in UTF-8: {error}.", None, _AS_SAVED)
+        refuse(
+            "config.not_json",
+            f"adapter_config.json is not JSON in UTF-8: {error}.",
+            None,
+            _AS_SAVED,
+        )
     if not isinstance(config, dict):
         message = f"adapter_config.json must hold a JSON object, got {shown(config)}."
         refuse("config.not_object", message, None, _AS_SAVED)
@@ -174,7 +194,9 @@ def _check_peft_type(config: Mapping[str, object]) -> None:
 
 def _check_task_type(value: object) -> None:
     if value not in (None, "CAUSAL_LM"):
-        message = f'task_type must be "CAUSAL_LM" or null, got {shown(value)}: adapters here write text.'
+        message = (
+            f'task_type must be "CAUSAL_LM" or null, got {shown(value)}: adapters here write text.'
+        )
         hint = "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text."
         refuse_unsupported("config.task_type_unsupported", message, "task_type", hint)
 
@@ -183,7 +205,12 @@ def _required(config: Mapping[str, object], name: str) -> object:
     value = config.get(name)
     if value is None:
         hint = f"Save the adapter again with PEFT's save_pretrained, which writes {name}."
-        refuse("config.field_missing", f"adapter_config.json lacks {name}, which PEFT always writes.", name, hint)
+        refuse(
+            "config.field_missing",
+            f"adapter_config.json lacks {name}, which PEFT always writes.",
+            name,
+            hint,
+        )
     return value
 
 
@@ -192,7 +219,9 @@ def _check_field(name: str, value: object) -> None:
     if feature is not None:
         if not peft_fields.is_one_of(value, feature.neutral):
             message = f"{name} is {shown(value)}: Manylora does not serve {feature.what}."
-            refuse_unsupported(f"config.{feature.code}", message, name, feature.hint.format(field=name))
+            refuse_unsupported(
+                f"config.{feature.code}", message, name, feature.hint.format(field=name)
+            )
     elif name in peft_fields.MODULE_LIST_FIELDS:
         is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not is_list and not isinstance(value, str | None):
@@ -224,7 +253,9 @@ def _check_initialisation(value: object) -> None:
             "Convert it with PEFT: save the untrained adapter first, and after training call "
             "save_pretrained(..., path_initial_model_for_weight_conversion=<that folder>)."
         )
-        refuse_unsupported("config.feature_unsupported", f"{field} is {shown(value)}: {why}.", field, hint)
+        refuse_unsupported(
+            "config.feature_unsupported", f"{field} is {shown(value)}: {why}.", field, hint
+        )
     if name == "loftq":
         why = "the adapter makes up for the rounding of a quantised base and is wrong on the original one"
         hint = "Retrain with init_lora_weights=true, or merge it into a base model of its own."
@@ -237,7 +268,11 @@ def _check_auto_mapping(value: object) -> None:
     """Accept what PEFT (and Unsloth) write when no task type was given: the class of the base. It is never imported."""
     if value is None:
         return
-    if isinstance(value, dict) and value.keys() <= {"base_model_class", "parent_library", "unsloth_fixed"}:
+    if isinstance(value, dict) and value.keys() <= {
+        "base_model_class",
+        "parent_library",
+        "unsloth_fixed",
+    }:
         class_name, module = value.get("base_model_class"), value.get("parent_library")
         if (
             isinstance(class_name, str)
@@ -248,21 +283,37 @@ def _check_auto_mapping(value: object) -> None:
         ):
             return
     message = f"auto_mapping is {shown(value)}; expected null or a class of transformers."
-    refuse_unsupported("config.field_unsupported", message, "auto_mapping", "Set it to null: it is not used.")
+    refuse_unsupported(
+        "config.field_unsupported", message, "auto_mapping", "Set it to null: it is not used."
+    )
 
 
 def _rank(name: str, value: object) -> int:
     """The rank, also one that no module has or that is larger than this server serves: the tensors decide."""
     if type(value) is not int or not 0 <= value <= MAX_INT:
         message = f"{name} must be an integer, at least 0, got {shown(value)}."
-        refuse("config.rank_invalid", message, name, "Give the rank that was trained, as PEFT wrote it.")
+        refuse(
+            "config.rank_invalid",
+            message,
+            name,
+            "Give the rank that was trained, as PEFT wrote it.",
+        )
     return value
 
 
 def _alpha(name: str, value: object) -> float:
-    if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 < value <= MAX_INT:
+    if (
+        type(value) not in (int, float)
+        or not isinstance(value, int | float)
+        or not 0 < value <= MAX_INT
+    ):
         message = f"{name} must be a number above 0, got {shown(value)}."
-        refuse("config.alpha_invalid", message, name, "Give the alpha that was trained with, as PEFT wrote it.")
+        refuse(
+            "config.alpha_invalid",
+            message,
+            name,
+            "Give the alpha that was trained with, as PEFT wrote it.",
+        )
     return float(value)
 
 
@@ -312,8 +363,12 @@ def _check_values(field: str, *values: object) -> None:
         elif isinstance(value, list):
             _check_values(field, *value)
         elif isinstance(value, str):
-            if len(value) > MAX_STRING_LENGTH or any("\ud800" <= character <= "\udfff" for character in value):
-                _refuse_value(field, f"at most {MAX_STRING_LENGTH} characters of valid Unicode in each string")
+            if len(value) > MAX_STRING_LENGTH or any(
+                "\ud800" <= character <= "\udfff" for character in value
+            ):
+                _refuse_value(
+                    field, f"at most {MAX_STRING_LENGTH} characters of valid Unicode in each string"
+                )
         elif isinstance(value, int):
             if abs(value) > MAX_INT:
                 _refuse_value(field, "integers up to 2**53")

@@ -69,14 +69,22 @@ _MERGE_OR_RETRAIN = "Retrain without {field}, or merge the adapter into a base m
 
 FEATURES = {
     "use_dora": Feature((False, None), "DoRA", "Retrain with use_dora=false."),
-    "modules_to_save": Feature((None, []), "full copies of base modules", "Retrain with modules_to_save=null."),
+    "modules_to_save": Feature(
+        (None, []), "full copies of base modules", "Retrain with modules_to_save=null."
+    ),
     # Trained biases stand in the file as tensors, which are refused by name; a base without biases has none to train.
-    "bias": Feature(("none", "all", "lora_only", None), "biases of this kind", 'Retrain with bias="none".'),
+    "bias": Feature(
+        ("none", "all", "lora_only", None), "biases of this kind", 'Retrain with bias="none".'
+    ),
     "lora_bias": Feature((False, None), "a bias on lora_B", "Retrain with lora_bias=false."),
-    "fan_in_fan_out": Feature((False, None), "transposed base weights (Conv1D)", "Set it to false for linear layers."),
+    "fan_in_fan_out": Feature(
+        (False, None), "transposed base weights (Conv1D)", "Set it to false for linear layers."
+    ),
     "layer_replication": Feature((None, []), "repeated layers", _MERGE_OR_RETRAIN),
     "trainable_token_indices": Feature((None, [], {}), "trained token embeddings", _RETRAIN),
-    "target_parameters": Feature((None, []), "LoRA on bare parameters", "Target linear layers with target_modules."),
+    "target_parameters": Feature(
+        (None, []), "LoRA on bare parameters", "Target linear layers with target_modules."
+    ),
     "alora_invocation_tokens": Feature((None,), "activated LoRA", _RETRAIN),
     "use_qalora": Feature((False, None), "QALoRA", "Retrain with use_qalora=false."),
     "use_bdlora": Feature((None, False), "block-diagonal LoRA", _RETRAIN),
@@ -86,15 +94,21 @@ FEATURES = {
     "velora_config": Feature((None,), "VeLoRA", _RETRAIN),
     "enable_lora": Feature((None,), "merged linear layers", _RETRAIN),
     "merge_weights": Feature((False, None), "merged weights", "Save the adapter unmerged."),
-    "megatron_config": Feature((None, {}), "Megatron parallel layers", "Convert the adapter to plain PEFT.", FIELD),
-    "megatron_core": Feature(("megatron.core", None), "a module to import", "Set it to null.", FIELD),
+    "megatron_config": Feature(
+        (None, {}), "Megatron parallel layers", "Convert the adapter to plain PEFT.", FIELD
+    ),
+    "megatron_core": Feature(
+        ("megatron.core", None), "a module to import", "Set it to null.", FIELD
+    ),
 }
 """By field name."""
 
 
 def is_model_config(config: Mapping[str, object]) -> bool:
     """Whether it is the `config.json` of a model, which people take for the adapter's."""
-    return "peft_type" not in config and not config.keys().isdisjoint({"model_type", "architectures"})
+    return "peft_type" not in config and not config.keys().isdisjoint(
+        {"model_type", "architectures"}
+    )
 
 
 def is_one_of(value: object, choices: tuple[object, ...]) -> bool:

@@ -28,7 +28,9 @@ from manylora.adapters.ref import LoraSpec
 from manylora.errors import AdapterIncompatibleError
 from manylora.strict_json import named
 
-_SAVE_AGAIN = "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
+_SAVE_AGAIN = (
+    "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
+)
 _ANOTHER_BASE = (
     "The adapter was probably trained on another base model: upload it to a server of that one, or train it on this "
     "one."
@@ -97,7 +99,10 @@ class Checkpoint:
             "ranks": [[layer, module, rank] for (layer, module), rank in self.ranks.items()],
             "rank": self.largest_rank,
             "target_modules": list(self.target_modules),
-            **{name: getattr(self, name) for name in ("applied", "total", "parameters", "peft_version", "report")},
+            **{
+                name: getattr(self, name)
+                for name in ("applied", "total", "parameters", "peft_version", "report")
+            },
         }
 
 
@@ -147,7 +152,11 @@ def read_checkpoint(
 
 
 def check_weights(
-    spec: LoraSpec, header: bytes, file_size: int, base: BaseShape, pause: Callable[[], None] = lambda: None
+    spec: LoraSpec,
+    header: bytes,
+    file_size: int,
+    base: BaseShape,
+    pause: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Check the tensors of a weights file that was accepted once, by its header; values are not looked at again.
 
@@ -164,9 +173,13 @@ def check_weights(
     """
     findings = Findings()
     findings.attempt(_check_base, base)
-    tensors = findings.passed(findings.attempt(check_header, io.BytesIO(header), file_size, findings))
+    tensors = findings.passed(
+        findings.attempt(check_header, io.BytesIO(header), file_size, findings)
+    )
     pause()
-    return findings.passed(findings.attempt(_check_tensors, lambda _: spec, tensors, base, findings))
+    return findings.passed(
+        findings.attempt(_check_tensors, lambda _: spec, tensors, base, findings)
+    )
 
 
 def _check_base(base: BaseShape | None) -> None:
@@ -175,7 +188,11 @@ def _check_base(base: BaseShape | None) -> None:
 
 
 def _check_file(
-    make_spec: MakeSpec, weights: Path | int, base: BaseShape | None, scan_values: bool, findings: Findings
+    make_spec: MakeSpec,
+    weights: Path | int,
+    base: BaseShape | None,
+    scan_values: bool,
+    findings: Findings,
 ) -> tuple[Checkpoint, frozenset[str]] | None:
     with _open_plain(weights) as file:
         seen = findings.seen
@@ -208,7 +225,10 @@ def _check_tensors(
         return None
     widths: dict[int, tuple[int, int]] = {}
     if base:
-        widths = {index: (module.in_features, module.out_features) for index, module in enumerate(base.modules)}
+        widths = {
+            index: (module.in_features, module.out_features)
+            for index, module in enumerate(base.modules)
+        }
     ranks: dict[tuple[int, int], int] = {}
     scalings: dict[tuple[int, int], float] = {}
     for (layer, module), (lora_a, lora_b) in sorted(pairs.items()):
@@ -220,7 +240,9 @@ def _check_tensors(
         findings.attempt(_check_shape, lora_b, rank, width_out)
         ranks[layer, module] = rank
         if rank:
-            scalings[layer, module] = findings.attempt(check_scaling, spec.module_scaling(path), path) or 0.0
+            scalings[layer, module] = (
+                findings.attempt(check_scaling, spec.module_scaling(path), path) or 0.0
+            )
     if findings.seen > seen:
         return None
     modules = sorted({module for _, module in ranks})
@@ -273,7 +295,9 @@ def _check_written_path(fields: LoraFields, tensor: LoraTensor, rank: int) -> No
         )
 
 
-def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings) -> dict[TensorPlace, LoraTensor]:
+def _place(
+    tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
+) -> dict[TensorPlace, LoraTensor]:
     names = TensorNames(base)
     placed: dict[TensorPlace, LoraTensor] = {}
     spellings: dict[tuple[str | None, str, str], str] = {}
@@ -293,7 +317,9 @@ def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Fin
 
 def _check_new(tensor: TensorEntry, twin: LoraTensor | None) -> None:
     if twin is not None:
-        message = f"Tensors {twin.entry.name} and {tensor.name} are the same matrix in two spellings."
+        message = (
+            f"Tensors {twin.entry.name} and {tensor.name} are the same matrix in two spellings."
+        )
         refuse("weights.duplicate_tensor", message, tensor.name, "Keep one.")
     if not _is_matrix(tensor):
         _refuse_degenerate(tensor)
@@ -311,7 +337,9 @@ def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoR
     elif one[1] != other[1]:
         why = f"belong to two models, with layers at {one[1]} and at {other[1]}"
     hint = "Save each adapter by itself with PEFT's save_pretrained, and upload it by itself."
-    refuse_unsupported("weights.tensor_not_allowed", f"Tensors {first} and {second} {why}.", second, hint)
+    refuse_unsupported(
+        "weights.tensor_not_allowed", f"Tensors {first} and {second} {why}.", second, hint
+    )
 
 
 def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
@@ -321,7 +349,9 @@ def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
             "Training with DeepSpeed ZeRO-3 saves empty tensors unless the parameters are gathered first: save again "
             "with stage3_gather_16bit_weights_on_model_save."
         )
-    message = f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1."
+    message = (
+        f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1."
+    )
     refuse("weights.shape_invalid", message, tensor.name, hint)
 
 
@@ -333,7 +363,9 @@ def _pair(
     for place, tensor in placed.items():
         other = findings.attempt(_partner, placed, place)
         if other is not None and _is_matrix(tensor.entry) and _is_matrix(other.entry):
-            pairs[place.layer, place.module] = (tensor, other) if place.part == "a" else (other, tensor)
+            pairs[place.layer, place.module] = (
+                (tensor, other) if place.part == "a" else (other, tensor)
+            )
     return pairs
 
 

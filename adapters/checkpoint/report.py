@@ -65,12 +65,16 @@ def _untrained(is_zero: Sequence[bool]) -> str:
         return ""
     if all(is_zero):
         return "Every lora_B is zero, so the adapter answers as the base does: it was saved before it was trained."
-    return f"{sum(is_zero)} of {len(is_zero)} lora_B are zero: these modules answer as the base does."
+    return (
+        f"{sum(is_zero)} of {len(is_zero)} lora_B are zero: these modules answer as the base does."
+    )
 
 
 def _unused(fields: LoraFields, config: Mapping[str, object], names: Sequence[TensorName]) -> str:
     """A warning of modules that the config names and the file does not hold."""
-    paths = sorted({f"{name.stem}.{name.place.layer}.{MODULE_PATHS[name.place.module]}" for name in names})
+    paths = sorted(
+        {f"{name.stem}.{name.place.layer}.{MODULE_PATHS[name.place.module]}" for name in names}
+    )
     targets = None if config.get("exclude_modules") else config.get("target_modules")
     listed_targets = dict.fromkeys(map(unwrapped, targets)) if isinstance(targets, list) else {}
     missing = {

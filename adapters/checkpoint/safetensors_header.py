@@ -93,7 +93,9 @@ def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[Te
     file.seek(LENGTH_BYTES)
     raw = file.read(length)
     if len(raw) != length:
-        message = f"The header should have {length} bytes, but the file ends after {len(raw)} of them."
+        message = (
+            f"The header should have {length} bytes, but the file ends after {len(raw)} of them."
+        )
         _refuse("header_truncated", message)
     data_start = LENGTH_BYTES + length
     tensors = [_entry(name, fields, findings) for name, fields in _parse_tensors(raw).items()]
@@ -102,7 +104,10 @@ def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[Te
     for tensor in tensors:
         if tensor.dtype in DTYPE_BYTES:
             _check_bytes(tensor)
-    return tuple(replace(tensor, start=data_start + tensor.start, end=data_start + tensor.end) for tensor in tensors)
+    return tuple(
+        replace(tensor, start=data_start + tensor.start, end=data_start + tensor.end)
+        for tensor in tensors
+    )
 
 
 def header_bytes(first: bytes | bytearray, file_size: int) -> int:
@@ -113,14 +118,22 @@ def header_bytes(first: bytes | bytearray, file_size: int) -> int:
 
 def _header_length(head: bytes, file_size: int) -> int:
     if file_size < LENGTH_BYTES or len(head) < LENGTH_BYTES:
-        _refuse("header_truncated", f"The file has {file_size} bytes; a safetensors file starts with 8.")
+        _refuse(
+            "header_truncated", f"The file has {file_size} bytes; a safetensors file starts with 8."
+        )
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES or head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         _refuse_other_formats(head)
     if length > MAX_HEADER_BYTES:
-        _refuse("header_too_large", f"The header should have {length} bytes; at most {MAX_HEADER_BYTES} are read.")
+        _refuse(
+            "header_too_large",
+            f"The header should have {length} bytes; at most {MAX_HEADER_BYTES} are read.",
+        )
     if length > file_size - LENGTH_BYTES:
-        _refuse("header_truncated", f"The header should have {length} bytes, but the whole file has {file_size}.")
+        _refuse(
+            "header_truncated",
+            f"The header should have {length} bytes, but the whole file has {file_size}.",
+        )
     return length
 
 
@@ -128,7 +141,11 @@ def _refuse_other_formats(head: bytes) -> None:
     kind = next((kind for magic, kind in _MAGICS if re.match(magic, head, re.DOTALL)), None)
     if kind is not None:
         hints = {_TORCH_SAVE: CONVERT, _PICKLED: CONVERT, _LFS_POINTER: _PULL}
-        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.", hints.get(kind, _HINT))
+        _refuse(
+            "not_safetensors",
+            f"The file is {kind}; only safetensors files are read.",
+            hints.get(kind, _HINT),
+        )
 
 
 def _parse_tensors(raw: bytes) -> dict[str, object]:
@@ -141,10 +158,15 @@ def _parse_tensors(raw: bytes) -> dict[str, object]:
     if not isinstance(document, dict):
         _refuse("header_invalid", "The header must be a JSON object.")
     metadata = document.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         _refuse("header_invalid", "The header's __metadata__ must map names to strings.")
     if len(document) > MAX_TENSORS:
-        _refuse("too_many_tensors", f"The header lists {len(document)} tensors; at most {MAX_TENSORS} are read.")
+        _refuse(
+            "too_many_tensors",
+            f"The header lists {len(document)} tensors; at most {MAX_TENSORS} are read.",
+        )
     if not document:
         cause = "Training with DeepSpeed ZeRO-3 saves such files unless the parameters are gathered first."
         hint = "Save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers."
@@ -155,17 +177,32 @@ def _parse_tensors(raw: bytes) -> dict[str, object]:
 def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
     if not _NAME.fullmatch(name) or ".." in name:
         expected = f"1 to {MAX_NAME_LENGTH} letters, digits, '_', '-' and single dots"
-        _refuse("name_invalid", f"Tensor names have {expected}, got {shown(name)}.", param=named(name))
+        _refuse(
+            "name_invalid", f"Tensor names have {expected}, got {shown(name)}.", param=named(name)
+        )
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse("header_invalid", f"Tensor {name} must have exactly dtype, shape and data_offsets.", param=name)
+        _refuse(
+            "header_invalid",
+            f"Tensor {name} must have exactly dtype, shape and data_offsets.",
+            param=name,
+        )
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        message = f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}."
-        code, hint = "weights.dtype_unsupported", "Cast the adapter to float16, bfloat16 or float32 before saving it."
+        message = (
+            f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}."
+        )
+        code, hint = (
+            "weights.dtype_unsupported",
+            "Cast the adapter to float16, bfloat16 or float32 before saving it.",
+        )
         findings.note(AdapterIncompatibleError(message, code=code, param=name, hint=hint))
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         expected = f"at most {MAX_DIMENSIONS} whole numbers from 0"
-        _refuse("shape_invalid", f"Tensor {name}: expected a shape of {expected}, got {shown(shape)}.", param=name)
+        _refuse(
+            "shape_invalid",
+            f"Tensor {name}: expected a shape of {expected}, got {shown(shape)}.",
+            param=name,
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
         message = f"Tensor {name}: expected data_offsets [start, end], got {shown(offsets)}."
         _refuse("offset_invalid", message, param=name)
@@ -173,7 +210,9 @@ def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
 
 
 def _are_sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_INT for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= MAX_INT for value in values
+    )
 
 
 def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
@@ -185,17 +224,28 @@ def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
             _refuse("offset_invalid", message, param=tensor.name)
         expected = tensor.end
     if expected > data_bytes:
-        hint = "Upload the file again; if it was cut where it was saved, save the adapter again first."
-        _refuse("truncated", f"The tensors need {expected} bytes of data, the file has {data_bytes}.", hint)
+        hint = (
+            "Upload the file again; if it was cut where it was saved, save the adapter again first."
+        )
+        _refuse(
+            "truncated",
+            f"The tensors need {expected} bytes of data, the file has {data_bytes}.",
+            hint,
+        )
     if expected < data_bytes:
-        _refuse("trailing_bytes", f"The tensors end after {expected} bytes of data, the file has {data_bytes}.")
+        _refuse(
+            "trailing_bytes",
+            f"The tensors end after {expected} bytes of data, the file has {data_bytes}.",
+        )
 
 
 def _check_bytes(tensor: TensorEntry) -> None:
     expected = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
     if expected != tensor.end - tensor.start:
         takes = f"{tensor.dtype} of shape {list(tensor.shape)} takes {expected} bytes"
-        message = f"Tensor {tensor.name}: {takes}, its data_offsets span {tensor.end - tensor.start}."
+        message = (
+            f"Tensor {tensor.name}: {takes}, its data_offsets span {tensor.end - tensor.start}."
+        )
         _refuse("shape_invalid", message, param=tensor.name)
 
 

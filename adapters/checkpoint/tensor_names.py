@@ -18,7 +18,9 @@ MAX_LAYERS = 1024
 """Layers that are looked at when no base is given."""
 _ROOT = "base_model.model."
 _DDP = "module."
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"}
+)
 """Modules that torch.compile, FSDP and activation checkpointing put around others, anywhere and several times."""
 _STEMS = ("{}", "model.language_{}", "language_model.{}")
 """Where a multimodal model of the same layers has them, by where the base has them (`model.layers`)."""
@@ -26,7 +28,9 @@ _LAYER = r"(?P<stem>[A-Za-z_.]+)\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z
 _SPELLINGS: tuple[tuple[Layout, re.Pattern[str]], ...] = (
     (
         "peft",
-        re.compile(rf"base_model\.model\.{_LAYER}\.lora_(?P<part>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]+))?\.weight"),
+        re.compile(
+            rf"base_model\.model\.{_LAYER}\.lora_(?P<part>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]+))?\.weight"
+        ),
     ),
     ("mlx", re.compile(rf"{_LAYER}\.lora_(?P<part>[ab])")),
 )
@@ -51,11 +55,19 @@ _VOCABULARY_COPY = (
 _LORA_BIAS = "It is a bias on lora_B, which is not served: retrain with lora_bias=false."
 _MEGATRON = "It belongs to a fused layer of Megatron or NeMo: convert the adapter to the layout of Hugging Face PEFT"
 _VISION = "It belongs to the vision model, which is not served: retrain on the language model's layers alone."
-_CLASSIFIER = "It belongs to a classification head, and adapters here generate text: retrain for CAUSAL_LM."
+_CLASSIFIER = (
+    "It belongs to a classification head, and adapters here generate text: retrain for CAUSAL_LM."
+)
 _HINTS = (
     ("lora_magnitude_vector", "It belongs to DoRA: retrain with use_dora=false."),
-    ("token_adapter", "It changes single token embeddings: retrain without trainable_token_indices."),
-    ("trainable_tokens", "It changes single token embeddings: retrain without trainable_token_indices."),
+    (
+        "token_adapter",
+        "It changes single token embeddings: retrain without trainable_token_indices.",
+    ),
+    (
+        "trainable_tokens",
+        "It changes single token embeddings: retrain without trainable_token_indices.",
+    ),
     ("modules_to_save", "It is a copy of a base module: retrain with modules_to_save=null."),
     ("lora_B.bias", _LORA_BIAS),
     ("lora_B.default.bias", _LORA_BIAS),
@@ -66,8 +78,14 @@ _HINTS = (
     ("embed_tokens", _VOCABULARY_COPY),
     ("lm_head", _VOCABULARY_COPY),
     ("experts", "Mixture-of-experts layers are not served."),
-    ("base_layer", "It is a copy of a base weight: save with PEFT's save_pretrained, which leaves it out."),
-    ("v_head", "It belongs to a value head, which training alone uses: leave tensors of v_head out of the file."),
+    (
+        "base_layer",
+        "It is a copy of a base weight: save with PEFT's save_pretrained, which leaves it out.",
+    ),
+    (
+        "v_head",
+        "It belongs to a value head, which training alone uses: leave tensors of v_head out of the file.",
+    ),
     (".score.", _CLASSIFIER),
     (".classifier.", _CLASSIFIER),
     ("ia3_", "It belongs to IA3: retrain as LoRA."),
@@ -137,7 +155,9 @@ class TensorNames:
             found = spelling.fullmatch(plain if layout == "peft" else name)
             if found and found["stem"] in self._stems and found["path"] in self._modules:
                 place = TensorPlace(
-                    int(found["layer"]), self._modules[found["path"]], "a" if found["part"] in "aA" else "b"
+                    int(found["layer"]),
+                    self._modules[found["path"]],
+                    "a" if found["part"] in "aA" else "b",
                 )
                 adapter = found["adapter"] if layout == "peft" else None
                 if place.layer < self._num_layers:

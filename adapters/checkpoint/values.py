@@ -30,7 +30,9 @@ _FORMATS: dict[str, tuple[np.dtype[Any], int, int]] = {
 infinity. With the sign bit off, larger bit patterns are larger numbers, then infinity, then NaN."""
 
 
-def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry], findings: Findings) -> frozenset[str]:
+def scan_values(
+    file: BufferedReader, tensors: Iterable[TensorEntry], findings: Findings
+) -> frozenset[str]:
     """Read the tensors' bytes once and check each value; of a tensor that is not sound, up to what is wrong.
 
     Noted is a value that is NaN or infinite (weights.non_finite) or beyond 1e4 (weights.value_too_large), and a file
@@ -40,7 +42,11 @@ def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry], findings: 
         Names of the tensors that hold nothing but zeros.
     """
     window = memoryview(bytearray(WINDOW_BYTES))
-    return frozenset(tensor.name for tensor in tensors if findings.attempt(_scan_tensor, file, tensor, window) == 0)
+    return frozenset(
+        tensor.name
+        for tensor in tensors
+        if findings.attempt(_scan_tensor, file, tensor, window) == 0
+    )
 
 
 def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) -> int:
@@ -68,7 +74,11 @@ def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
     index = [int(i) for i in np.unravel_index(element, tensor.shape)]
     if int(magnitudes[first]) >= infinity_bits:
         message = f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers."
-        raise AdapterFormatError(message, code="weights.non_finite", param=tensor.name, hint=f"{_DIVERGED}.")
-    message = f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}."
+        raise AdapterFormatError(
+            message, code="weights.non_finite", param=tensor.name, hint=f"{_DIVERGED}."
+        )
+    message = (
+        f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}."
+    )
     hint = f"{_DIVERGED}, or move the factor into lora_alpha."
     raise AdapterFormatError(message, code="weights.value_too_large", param=tensor.name, hint=hint)

@@ -59,7 +59,9 @@ class LoraLayout:
         object.__setattr__(self, "columns", np.ascontiguousarray(columns))
 
 
-def plan_layout(ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry: PageGeometry) -> LoraLayout:
+def plan_layout(
+    ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry: PageGeometry
+) -> LoraLayout:
     """Place the row groups of an adapter in as few pages as first-fit decreasing needs.
 
     Args:
@@ -76,7 +78,9 @@ def plan_layout(ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry:
     return _plan(tuple(sorted(ranks.items())), base, geometry)
 
 
-def adapter_pages(ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry: PageGeometry) -> int:
+def adapter_pages(
+    ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry: PageGeometry
+) -> int:
     """Pages that an adapter with these ranks occupies; arguments as of `plan_layout`."""
     return plan_layout(ranks, base, geometry).num_pages
 
@@ -87,7 +91,9 @@ def slot_bytes(base: BaseShape, max_rank: int) -> int:
 
 
 @lru_cache(maxsize=32)
-def _plan(ranks: tuple[tuple[tuple[int, int], int], ...], base: BaseShape, geometry: PageGeometry) -> LoraLayout:
+def _plan(
+    ranks: tuple[tuple[tuple[int, int], int], ...], base: BaseShape, geometry: PageGeometry
+) -> LoraLayout:
     by_size: dict[int, list[tuple[int, int, int, int]]] = {}
     for (layer, module), rank in ranks:
         if not (0 <= layer < base.num_layers and 0 <= module < len(base.modules) and rank >= 1):
@@ -117,5 +123,7 @@ def _plan(ranks: tuple[tuple[tuple[int, int], int], ...], base: BaseShape, geome
 def _group_units(features: int, geometry: PageGeometry) -> int:
     group_bytes = GROUP_ROWS * row_pitch_bytes(features, geometry.dtype_bytes)
     if group_bytes > geometry.page_bytes:
-        raise ValueError(f"a row group of {group_bytes} bytes does not fit a page of {geometry.page_bytes}")
+        raise ValueError(
+            f"a row group of {group_bytes} bytes does not fit a page of {geometry.page_bytes}"
+        )
     return group_bytes // PITCH_BYTES

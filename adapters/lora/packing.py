@@ -47,7 +47,9 @@ class Packing:
         geometry: Sizes of a page.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, layout: LoraLayout, base: BaseShape, geometry: PageGeometry
+    ) -> None:
         self.checkpoint = checkpoint
         self.layout = layout
         self._item_bytes = geometry.dtype_bytes
@@ -85,12 +87,19 @@ class Packing:
             weights.readinto(raw.numpy().data)
             values = raw.view(read.dtype).to(dtype).view(torch.uint8).numpy()
             for move in read.moves:
-                target = np.ndarray(move.shape, bits, memory[move.page], move.start, (move.pitch, self._item_bytes))
-                target[...] = np.ndarray(move.shape, bits, values, move.source_start, move.source_strides)
+                target = np.ndarray(
+                    move.shape, bits, memory[move.page], move.start, (move.pitch, self._item_bytes)
+                )
+                target[...] = np.ndarray(
+                    move.shape, bits, values, move.source_start, move.source_strides
+                )
             pause()
 
     def _read(
-        self, tensors: Sequence[LoraTensor], runs: Mapping[tuple[int, int, int], Sequence[_Run]], base: BaseShape
+        self,
+        tensors: Sequence[LoraTensor],
+        runs: Mapping[tuple[int, int, int], Sequence[_Run]],
+        base: BaseShape,
     ) -> _Read:
         start, dtype = tensors[0].entry.start, _SOURCE_DTYPES[tensors[0].entry.dtype]
         moves: list[_Move] = []
@@ -106,7 +115,10 @@ class Packing:
                     page=run.page,
                     start=run.offset_units * PITCH_BYTES,
                     pitch=row_pitch_bytes(features, self._item_bytes),
-                    shape=(min(run.num_rows, entry.shape[name.rank_axis] - run.first_row), features),
+                    shape=(
+                        min(run.num_rows, entry.shape[name.rank_axis] - run.first_row),
+                        features,
+                    ),
                     source_start=first + run.first_row * rank_stride,
                     source_strides=(rank_stride, feature_stride),
                 )
@@ -165,11 +177,19 @@ def group_runs(
     """All groups of a layout, joined to as few runs as there are."""
     runs: dict[tuple[int, int, int], list[_Run]] = defaultdict(list)
     for layer, module, part, group, page, units in layout.groups:
-        features = base.modules[module].in_features if part == PART_A else base.modules[module].out_features
+        features = (
+            base.modules[module].in_features
+            if part == PART_A
+            else base.modules[module].out_features
+        )
         group_units = GROUP_ROWS * row_pitch_bytes(features, geometry.dtype_bytes) // PITCH_BYTES
         own = runs[layer, module, part]
         last = own[-1] if own else None
-        if last and last.page == page and last.offset_units + last.num_rows // GROUP_ROWS * group_units == units:
+        if (
+            last
+            and last.page == page
+            and last.offset_units + last.num_rows // GROUP_ROWS * group_units == units
+        ):
             own[-1] = last._replace(num_rows=last.num_rows + GROUP_ROWS)
         else:
             own.append(_Run(group * GROUP_ROWS, GROUP_ROWS, page, units))

@@ -33,7 +33,9 @@ class PagedLora:
         kernels: The operations; those of the arena's device when None.
     """
 
-    def __init__(self, arena: Arena, tables: AdapterTables, base: BaseShape, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, arena: Arena, tables: AdapterTables, base: BaseShape, kernels: Kernels | None = None
+    ) -> None:
         self.arena = arena
         self.tables = tables
         self.slot_tables = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
@@ -42,7 +44,9 @@ class PagedLora:
         self.side = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where shrinks of small steps run; None has them run in order."""
         self.sites = [
-            SgmvSite(base.modules[site.modules[0]].in_features, site.modules, base.site_widths(index))
+            SgmvSite(
+                base.modules[site.modules[0]].in_features, site.modules, base.site_widths(index)
+            )
             for index, site in enumerate(SITES)
         ]
 
@@ -61,13 +65,20 @@ class PagedLora:
             return None
         # In C++ short tiles are faster for prompts, too.
         rows_per_tile = DECODE_TILE_ROWS if self.shrink is None else tile_rows(num_rows)
-        tiles = np.empty((3, tile_capacity(num_rows, self.tables.slots, rows_per_tile)), dtype=np.int32)
+        tiles = np.empty(
+            (3, tile_capacity(num_rows, self.tables.slots, rows_per_tile)), dtype=np.int32
+        )
         live = fill_tiles(tiles, row_slots, rows_per_tile)
-        touched = [[bool(used[layer, list(site.modules)].any()) for site in SITES] for layer in range(len(used))]
+        touched = [
+            [bool(used[layer, list(site.modules)].any()) for site in SITES]
+            for layer in range(len(used))
+        ]
         numbers = torch.from_numpy(tiles[:, :live]).contiguous().to(self.arena.device)
         return LoraStep(self, Tiles(numbers, rows_per_tile), touched)
 
-    def static_step(self, tiles: torch.Tensor, rows_per_tile: int, *, is_small: bool = False) -> LoraStep:
+    def static_step(
+        self, tiles: torch.Tensor, rows_per_tile: int, *, is_small: bool = False
+    ) -> LoraStep:
         """A step whose rows and adapters change under it, as those of a captured graph do: it works on all sites.
 
         Args:
@@ -100,7 +111,9 @@ class LoraStep:
         self._touched = touched
         self._side = side
 
-    def project(self, layer: int, site: int, linear: Linear, x: torch.Tensor) -> tuple[torch.Tensor, LoraDelta | None]:
+    def project(
+        self, layer: int, site: int, linear: Linear, x: torch.Tensor
+    ) -> tuple[torch.Tensor, LoraDelta | None]:
         """The base's linear layer, and what the adapters add to it.
 
         Args:
@@ -150,4 +163,6 @@ class LoraStep:
         if self._touched is not None and not self._touched[layer][site]:
             return None
         lora = self._lora
-        return SgmvOperands(lora.arena.elements, lora.slot_tables, self._tiles, lora.sites[site], layer)
+        return SgmvOperands(
+            lora.arena.elements, lora.slot_tables, self._tiles, lora.sites[site], layer
+        )

@@ -30,7 +30,12 @@ class AdapterTables:
     """
 
     def __init__(
-        self, slots: int, base: BaseShape, max_rank: int, geometry: PageGeometry, device: torch.device
+        self,
+        slots: int,
+        base: BaseShape,
+        max_rank: int,
+        geometry: PageGeometry,
+        device: torch.device,
     ) -> None:
         self.slots = slots
         self.base = base
@@ -88,9 +93,14 @@ class AdapterTables:
             self.host_scalings[slot, layer, module] = scalings[layer, module]
         if layout.groups:
             layer_column, module_column, part, group, page, units = layout.columns
-            starts = np.asarray(pages, dtype=np.int64)[page] * (self.geometry.page_bytes // PITCH_BYTES) + units
+            starts = (
+                np.asarray(pages, dtype=np.int64)[page] * (self.geometry.page_bytes // PITCH_BYTES)
+                + units
+            )
             if starts.max() > MAX_OFFSET:
-                raise ValueError(f"offset {starts.max()} exceeds int32: the arena is larger than 512 GiB")
+                raise ValueError(
+                    f"offset {starts.max()} exceeds int32: the arena is larger than 512 GiB"
+                )
             self.host_offsets[slot, layer_column, module_column, part, group] = starts
         self._publish(slot)
 
@@ -109,5 +119,7 @@ class AdapterTables:
         hosts = (self.host_offsets, self.host_ranks, self.host_scalings)
         for table, host in zip((self.offsets, self.ranks, self.scalings), hosts, strict=True):
             row = torch.from_numpy(host[slot])
-            staged = torch.empty(row.shape, dtype=row.dtype, pin_memory=table.device.type == "cuda").copy_(row)
+            staged = torch.empty(
+                row.shape, dtype=row.dtype, pin_memory=table.device.type == "cuda"
+            ).copy_(row)
             table[slot].copy_(staged, non_blocking=True)

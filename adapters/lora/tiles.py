@@ -32,7 +32,9 @@ def tile_capacity(num_rows: int, num_slots: int, rows_per_tile: int) -> int:
     return runs + (num_rows - runs) // rows_per_tile
 
 
-def fill_tiles(out: npt.NDArray[np.int32], row_slots: Sequence[int] | npt.NDArray[np.int32], rows_per_tile: int) -> int:
+def fill_tiles(
+    out: npt.NDArray[np.int32], row_slots: Sequence[int] | npt.NDArray[np.int32], rows_per_tile: int
+) -> int:
     """Cut all rows of a batch into tiles.
 
     Args:
@@ -75,6 +77,8 @@ def _runs(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], npt.NDAr
         raise ValueError(
             f"rows must be sorted by adapter slot: slot {slots[row + 1]} comes after slot {slots[row]} in row {row + 1}"
         )
-    firsts = np.concatenate(([0], np.flatnonzero(steps) + 1)) if len(slots) else np.zeros(0, np.int64)
+    firsts = (
+        np.concatenate(([0], np.flatnonzero(steps) + 1)) if len(slots) else np.zeros(0, np.int64)
+    )
     lengths = np.concatenate((firsts[1:], [len(slots)])) - firsts if len(slots) else firsts
     return firsts, lengths

@@ -190,7 +190,10 @@ class Entries(dict[str, Entry]):
     def coming(self) -> list[Entry]:
         """Those that are not on the device yet."""
         return [
-            entry for stage, those in self.by_stage.items() if stage is not Stage.DEVICE for entry in those.values()
+            entry
+            for stage, those in self.by_stage.items()
+            if stage is not Stage.DEVICE
+            for entry in those.values()
         ]
 
     def in_turn(self, stage: Stage) -> list[Entry]:
@@ -234,11 +237,19 @@ class Entries(dict[str, Entry]):
         Raises:
             PageAccountingError: They do not agree with the entries.
         """
-        staged = {digest: entry for those in self.by_stage.values() for digest, entry in those.items()}
+        staged = {
+            digest: entry for those in self.by_stage.values() for digest, entry in those.items()
+        }
         if staged != self or any(
-            entry.stage is not stage for stage, those in self.by_stage.items() for entry in those.values()
+            entry.stage is not stage
+            for stage, those in self.by_stage.items()
+            for entry in those.values()
         ):
             raise PageAccountingError("adapters are listed under stages that they are not in")
-        waiting = sum(entry.num_pages for entry in self.values() if entry.holds and not entry.running)
+        waiting = sum(
+            entry.num_pages for entry in self.values() if entry.holds and not entry.running
+        )
         if self.held_pages != waiting:
-            raise PageAccountingError(f"{self.held_pages} pages are said to wait for requests, adapters have {waiting}")
+            raise PageAccountingError(
+                f"{self.held_pages} pages are said to wait for requests, adapters have {waiting}"
+            )

@@ -157,7 +157,10 @@ class HostImages:
         with self._lock:
             pages = [page for image in self._images.values() for page in image.slab_pages]
             used = self._slab.num_pages - self._slab.num_free
-            if len(set(pages)) != len(pages) or len(pages) + self._reserved + num_other_used != used:
+            if (
+                len(set(pages)) != len(pages)
+                or len(pages) + self._reserved + num_other_used != used
+            ):
                 raise PageAccountingError(
                     f"host images hold {len(pages)} pages, {self._reserved} are reserved and others have "
                     f"{num_other_used}, the slab has {used} in use"

@@ -149,7 +149,9 @@ class LoadQueue:
 
     def run_now(self, job: LoadJob) -> None:
         """Run a job in the calling thread. It is not among those of `take_done`; a fault is logged and is its error."""
-        job.error = AdapterUnavailableError("Loading the adapter failed inside the server; its log says why.")
+        job.error = AdapterUnavailableError(
+            "Loading the adapter failed inside the server; its log says why."
+        )
         try:
             job.image = job.task()
             job.error = None
@@ -157,7 +159,9 @@ class LoadQueue:
             job.error = error
         except (OSError, MemoryError) as error:
             logger.warning("loading adapter %s failed: %s", job.digest, error)
-            job.error = AdapterUnavailableError(f"The adapter's weights could not be read: {type(error).__name__}.")
+            job.error = AdapterUnavailableError(
+                f"The adapter's weights could not be read: {type(error).__name__}."
+            )
         except Exception as fault:
             logger.exception("loading an adapter raised", exc_info=fault)
             job.device_error = fault if is_device_lost(fault) else None
@@ -208,12 +212,16 @@ def loader_threads(count: int, *, has_idle_core: bool = False) -> ThreadPoolExec
             steps, and are not to starve beside them.
     """
     niceness = COPY_NICENESS if has_idle_core else LOAD_NICENESS
-    return ThreadPoolExecutor(count, "adapter-loader", _give_way, (niceness, torch.get_num_threads()))
+    return ThreadPoolExecutor(
+        count, "adapter-loader", _give_way, (niceness, torch.get_num_threads())
+    )
 
 
 def copier_thread() -> ThreadPoolExecutor:
     """One thread that copies images to the device, so that no copy waits behind a load."""
-    return ThreadPoolExecutor(1, "adapter-copier", _give_way, (COPY_NICENESS, torch.get_num_threads()))
+    return ThreadPoolExecutor(
+        1, "adapter-copier", _give_way, (COPY_NICENESS, torch.get_num_threads())
+    )
 
 
 def _give_way(niceness: int, default_threads: int) -> None:
@@ -222,10 +230,14 @@ def _give_way(niceness: int, default_threads: int) -> None:
         thread = threading.get_native_id()
         try:
             os.setpriority(
-                os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + niceness, MAX_NICENESS)
+                os.PRIO_PROCESS,
+                thread,
+                min(os.getpriority(os.PRIO_PROCESS, thread) + niceness, MAX_NICENESS),
             )
         except OSError as error:
-            logger.warning("loading adapters may slow down steps: its priority cannot be lowered: %s", error)
+            logger.warning(
+                "loading adapters may slow down steps: its priority cannot be lowered: %s", error
+            )
     # torch counts a thread's cores from its first operation on; setting them also sets what threads that torch has not
     # seen yet start with, which another thread puts right.
     torch.get_num_threads()

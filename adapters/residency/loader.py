@@ -20,7 +20,12 @@ from manylora.adapters.lora.layout import plan_layout
 from manylora.adapters.lora.packing import Packing
 from manylora.adapters.ref import AdapterRef, LoraSpec
 from manylora.adapters.residency.images import HostImage, HostImages
-from manylora.errors import AdapterFormatError, AdapterIncompatibleError, AdapterUnavailableError, NeverFitsError
+from manylora.errors import (
+    AdapterFormatError,
+    AdapterIncompatibleError,
+    AdapterUnavailableError,
+    NeverFitsError,
+)
 from manylora.memory.geometry import PageGeometry
 
 MAX_PLANS = 32
@@ -68,7 +73,9 @@ class AdapterLoader:
         except AdapterUnavailableError as error:
             if error.code != CORRUPT:
                 raise
-            return self._load(ref, pause)  # a store that keeps copies has dropped a corrupt one by now
+            return self._load(
+                ref, pause
+            )  # a store that keeps copies has dropped a corrupt one by now
 
     def _load(self, ref: AdapterRef, pause: Callable[[], None]) -> HostImage:
         slab_pages: Sequence[int] | None = None
@@ -111,10 +118,16 @@ class AdapterLoader:
         return bytes(header + rest)
 
     def _pack(
-        self, packing: Packing, blob: BlobReader, slab_pages: Sequence[int] | None, pause: Callable[[], None]
+        self,
+        packing: Packing,
+        blob: BlobReader,
+        slab_pages: Sequence[int] | None,
+        pause: Callable[[], None],
     ) -> list[torch.Tensor]:
         if slab_pages is None:
-            pages = list(torch.empty((packing.layout.num_pages, self.geometry.page_bytes), dtype=torch.uint8))
+            pages = list(
+                torch.empty((packing.layout.num_pages, self.geometry.page_bytes), dtype=torch.uint8)
+            )
         else:
             pages = self.images.slab_views(slab_pages)
         packing.pack(blob, pages, self.dtype, pause)

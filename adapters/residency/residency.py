@@ -22,7 +22,14 @@ from typing import Literal
 
 from manylora.adapters.lora.tables import AdapterTables
 from manylora.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
-from manylora.adapters.residency.entry import Entries, Entry, KnownAdapters, LoadFailure, LoadTimes, Stage
+from manylora.adapters.residency.entry import (
+    Entries,
+    Entry,
+    KnownAdapters,
+    LoadFailure,
+    LoadTimes,
+    Stage,
+)
 from manylora.adapters.residency.images import HostImage, HostImages
 from manylora.adapters.residency.load_threads import LAST_TURN, LoadJob, LoadQueue
 from manylora.adapters.residency.loader import AdapterLoader
@@ -96,7 +103,9 @@ class Residency:
     @property
     def load_p95_s(self) -> dict[str, float]:
         """Seconds that 95 % of the last 256 loads took at most, by `from>to`; only what was loaded so far."""
-        return {path: times.p95_s for path, times in self._load_times.items() if times.p95_s is not None}
+        return {
+            path: times.p95_s for path, times in self._load_times.items() if times.p95_s is not None
+        }
 
     @property
     def is_copying(self) -> bool:
@@ -114,16 +123,26 @@ class Residency:
         entry = self.entries.get(digest)
         if entry is not None and entry.stage is Stage.DEVICE:
             return "device"
-        return "host" if digest in self.images or (entry is not None and entry.image is not None) else "stored"
+        return (
+            "host"
+            if digest in self.images or (entry is not None and entry.image is not None)
+            else "stored"
+        )
 
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
         """Why a held adapter is not on the device: it is on its way, or pages or a slot are lacking."""
         entry = self.entries.get(digest)
-        return "LOADING" if entry is not None and entry.stage in (Stage.LOADING, Stage.COPYING) else "NO_ROOM"
+        return (
+            "LOADING"
+            if entry is not None and entry.stage in (Stage.LOADING, Stage.COPYING)
+            else "NO_ROOM"
+        )
 
     def pages_needed(self, ref: AdapterRef) -> int | None:
         """Pages of the adapter on the device; None before it was first loaded."""
-        entry = self.entries.get(ref.digest)  # a deleted adapter is not known any more, but may still be in use
+        entry = self.entries.get(
+            ref.digest
+        )  # a deleted adapter is not known any more, but may still be in use
         return self.known.get(ref.digest).num_pages if entry is None else entry.known.num_pages
 
     def hold(self, ref: AdapterRef) -> None:
@@ -132,7 +151,10 @@ class Residency:
         entry.is_forgotten = False
         self.entries.set_holds(entry, entry.holds + 1)
         self.evictor.withdraw(entry)
-        if entry.stage is Stage.QUEUED and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
+        if (
+            entry.stage is Stage.QUEUED
+            and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY
+        ):
             self._start(entry)
 
     def warm(self, ref: AdapterRef) -> None:
@@ -167,7 +189,11 @@ class Residency:
             if not num_left:
                 break
             expected = self.entries.get(digest)
-            if expected is not None and expected.stage is not Stage.DEVICE and expected.turn == LAST_TURN:
+            if (
+                expected is not None
+                and expected.stage is not Stage.DEVICE
+                and expected.turn == LAST_TURN
+            ):
                 expected.turn = turn
                 num_left -= 1
         for entry in coming:
@@ -251,7 +277,9 @@ class Residency:
         self._start_queued()
         self._bring_pinned()
         failures, self._failures = self._failures, []
-        for failure in failures:  # of a copy since the last tick: the adapter may be held again by now
+        for (
+            failure
+        ) in failures:  # of a copy since the last tick: the adapter may be held again by now
             held_again = self.entries.get(failure.digest)
             if held_again is not None:
                 self.entries.set_holds(held_again, 0)
@@ -296,22 +324,44 @@ class Residency:
         """
         self.entries.check()
         self.images.check(num_swap_pages)
-        self.slots.check({entry.slot: entry.ref.digest for entry in self.entries.values() if entry.slot >= 0})
+        self.slots.check(
+            {entry.slot: entry.ref.digest for entry in self.entries.values() if entry.slot >= 0}
+        )
         pages = [page for entry in self.entries.values() for page in entry.pages]
         if len(set(pages)) != len(pages) or len(pages) != self.pool.counts()["adapter"]:
-            raise PageAccountingError(f"adapters hold {len(pages)} pages, the pool says {self.pool.counts()}")
+            raise PageAccountingError(
+                f"adapters hold {len(pages)} pages, the pool says {self.pool.counts()}"
+            )
         for entry in self.entries.values():
             on_device = entry.stage is Stage.DEVICE
-            if (entry.slot >= 0) != bool(entry.pages) or (entry.running and not on_device) or entry.holds < 0:
-                raise PageAccountingError(f"adapter {entry.ref.digest} cannot be {entry.stage.name} with what it has")
+            if (
+                (entry.slot >= 0) != bool(entry.pages)
+                or (entry.running and not on_device)
+                or entry.holds < 0
+            ):
+                raise PageAccountingError(
+                    f"adapter {entry.ref.digest} cannot be {entry.stage.name} with what it has"
+                )
             if (entry in self.evictor) != (entry.is_idle and not entry.is_kept):
-                raise PageAccountingError(f"adapter {entry.ref.digest} is in use and can be evicted, or neither")
-        if stray := self.prefixes.groups().keys() - self.entries.by_stage[Stage.DEVICE].keys() - {None}:
-            raise PageAccountingError(f"adapters have cached blocks and are not on the device: {stray}")
+                raise PageAccountingError(
+                    f"adapter {entry.ref.digest} is in use and can be evicted, or neither"
+                )
+        if (
+            stray := self.prefixes.groups().keys()
+            - self.entries.by_stage[Stage.DEVICE].keys()
+            - {None}
+        ):
+            raise PageAccountingError(
+                f"adapters have cached blocks and are not on the device: {stray}"
+            )
 
     def reload_cost(self, entry: Entry) -> tuple[float, int]:
         """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
-        page_s = self.costs.copy_s if entry.ref.digest in self.images else self.costs.copy_s + self.costs.load_s
+        page_s = (
+            self.costs.copy_s
+            if entry.ref.digest in self.images
+            else self.costs.copy_s + self.costs.load_s
+        )
         group_s, group_pages = self.prefixes.group_reload_cost(entry.ref.digest)
         return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
 
@@ -339,7 +389,12 @@ class Residency:
     def _enter(self, ref: AdapterRef, *, comes_unasked: bool = False) -> Entry:
         known = self.known[ref.digest]
         entry = Entry(
-            ref=ref, known=known, uses=known.uses, entered_s=self.clock(), residency=self, comes_unasked=comes_unasked
+            ref=ref,
+            known=known,
+            uses=known.uses,
+            entered_s=self.clock(),
+            residency=self,
+            comes_unasked=comes_unasked,
         )
         self.entries.add(entry)
         self._pins.entered(ref.digest)
@@ -369,7 +424,11 @@ class Residency:
         entry.origin = "stored"
         self.entries.advance(entry, Stage.LOADING)
         entry.known.num_runs = 0
-        load = partial(self.loader.load, ref) if is_paced else partial(self.loader.load, ref, is_paced=False)
+        load = (
+            partial(self.loader.load, ref)
+            if is_paced
+            else partial(self.loader.load, ref, is_paced=False)
+        )
         entry.job = LoadJob(ref.digest, load, turn=entry.turn)
         self.load_queue.submit(entry.job)
 
@@ -379,14 +438,21 @@ class Residency:
         missing = self._pins.missing()
         if not placing and not missing:
             return
-        has_room = not any(entry.holds for entry in (*placing, *self.entries.by_stage[Stage.QUEUED].values()))
+        has_room = not any(
+            entry.holds for entry in (*placing, *self.entries.by_stage[Stage.QUEUED].values())
+        )
         for entry in [entry for entry in placing if not entry.holds]:
             if has_room and self._has_room_for_pin(entry.known.num_pages or 0):
                 self._place(entry)
             if entry.stage is Stage.PLACING:
-                self.evict(entry)  # its image is in the slab, if that has room; later it is tried again
+                self.evict(
+                    entry
+                )  # its image is in the slab, if that has room; later it is tried again
         if has_room and not any(entry.comes_unasked for entry in self.entries.coming()):
-            ref = next((ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)), None)
+            ref = next(
+                (ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)),
+                None,
+            )
             if ref is not None:
                 self._start(self._enter(ref, comes_unasked=True))
 
@@ -426,7 +492,11 @@ class Residency:
         if not self._make_room(len(image.pages)):
             return
         lease = self.slots.take(entry.ref.digest)
-        pages = self.pool.allocate(len(image.pages), "adapter", lease.slot) if lease is not None else None
+        pages = (
+            self.pool.allocate(len(image.pages), "adapter", lease.slot)
+            if lease is not None
+            else None
+        )
         if pages is None:
             raise PageAccountingError("room that was made for an adapter is not there")
         entry.pages, entry.lease = pages, lease
@@ -524,6 +594,8 @@ class Residency:
         elif entry.comes_unasked:
             return
         elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
-            entry.stage is Stage.LOADING and entry.job is not None and self.load_queue.cancel(entry.job)
+            entry.stage is Stage.LOADING
+            and entry.job is not None
+            and self.load_queue.cancel(entry.job)
         ):
             self.evict(entry)

@@ -69,7 +69,9 @@ class AdapterSlots:
         """
         current = self._leases[lease.slot] if 0 <= lease.slot < len(self._leases) else None
         if current != lease:
-            raise StaleSlotError(f"adapter slot {lease.slot} is {current or 'free'}, expected {lease}")
+            raise StaleSlotError(
+                f"adapter slot {lease.slot} is {current or 'free'}, expected {lease}"
+            )
 
     def check(self, owners: Mapping[int, str]) -> None:
         """Verify that exactly these slots are taken, by these adapters.

@@ -31,7 +31,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from manylora.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
+from manylora.benchmarks.engine.own_engine import (
+    OwnEngine,
+    add_shape_options,
+    own_engine,
+    shape_config,
+)
 from manylora.benchmarks.metrics import distribution, percentile
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE
 from manylora.benchmarks.report import AddOption, goal, take_turns
@@ -43,9 +48,19 @@ from manylora.errors import InvalidRequestError
 from manylora.server.generation.grammar import checked_grammar
 
 PROMPT = [10, 11]
-TEXTS = {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string", "maxLength": 30}}}
-NUMBERS = {"age": {"type": "integer", "minimum": 0, "maximum": 130}, "when": {"type": "string", "format": "date-time"}}
-ORDER: dict[str, Any] = {"type": "object", "properties": {**TEXTS, **NUMBERS}, "additionalProperties": False}
+TEXTS = {
+    "name": {"type": "string"},
+    "tags": {"type": "array", "items": {"type": "string", "maxLength": 30}},
+}
+NUMBERS = {
+    "age": {"type": "integer", "minimum": 0, "maximum": 130},
+    "when": {"type": "string", "format": "date-time"},
+}
+ORDER: dict[str, Any] = {
+    "type": "object",
+    "properties": {**TEXTS, **NUMBERS},
+    "additionalProperties": False,
+}
 ORDER["required"] = list(ORDER["properties"])
 SETTLE_STEPS = 20
 """Steps before each phase that are not timed."""
@@ -67,7 +82,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         steps = _steps(engine, options)
         flood = _flood(engine, options)
         folder = Path(config.model.path)
-        refused = {name: _refusal_cpu_ms(name, schema, folder) for name, schema in _hostile().items()}
+        refused = {
+            name: _refusal_cpu_ms(name, schema, folder) for name, schema in _hostile().items()
+        }
     step_ratio = steps["held"]["p50"] / steps["free"]["p50"]
     first_ratio = flood["flooded"]["p99 of a turn"] / flood["quiet"]["p99 of a turn"]
     half_mib, end_mib = flood["memory_mib"]
@@ -78,13 +95,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "refused_cpu_ms": refused,
         "goals": [
             goal("step held / free, p50", step_ratio, MAX_STEP_RATIO),
-            goal("first token of others, flooded / quiet, p99 of a turn", first_ratio, MAX_FIRST_TOKEN_RATIO),
-            goal("growth over the second half of the flood, MiB", end_mib - half_mib, MAX_GROWTH_MIB),
+            goal(
+                "first token of others, flooded / quiet, p99 of a turn",
+                first_ratio,
+                MAX_FIRST_TOKEN_RATIO,
+            ),
+            goal(
+                "growth over the second half of the flood, MiB", end_mib - half_mib, MAX_GROWTH_MIB
+            ),
             goal("longest refusal, ms of CPU", max(refused.values()), MAX_REFUSAL_MS),
         ],
         "table": [
             *({"ms": f"step, {name}", **found} for name, found in steps.items()),
-            *({"ms": f"first token of others, {name}", **flood[name]} for name in ("quiet", "flooded")),
+            *(
+                {"ms": f"first token of others, {name}", **flood[name]}
+                for name in ("quiet", "flooded")
+            ),
             *({"ms": f"CPU of a refusal: {name}", "p50": found} for name, found in refused.items()),
         ],
     }
@@ -125,7 +151,9 @@ def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str
     def run(phase: str, round_: int) -> list[float]:
         requests = [f"{phase}-{round_}-{index}" for index in range(options.requests)]
         for index, request_id in enumerate(requests):
-            params = SamplingParams(max_tokens=most, temperature=1.0, seed=index, ignore_eos=phase == "free")
+            params = SamplingParams(
+                max_tokens=most, temperature=1.0, seed=index, ignore_eos=phase == "free"
+            )
             engine.submit(_request(request_id, params, endless if phase == "held" else None))
         engine.pump_until_decoding(requests)
         for _ in range(SETTLE_STEPS):
@@ -147,14 +175,20 @@ def _flood(engine: OwnEngine, options: argparse.Namespace) -> dict[str, Any]:
     schemas = map(_schema_number, itertools.count())
 
     def run(phase: str, round_: int) -> list[float]:
-        first_s = _flood_round(engine, f"{phase}-{round_}", schemas if phase == "flooded" else None, options)
+        first_s = _flood_round(
+            engine, f"{phase}-{round_}", schemas if phase == "flooded" else None, options
+        )
         memory_mib[round_] = int(Path("/proc/self/statm").read_text().split()[1]) / PAGES_PER_MIB
         return first_s
 
     turns = take_turns(("quiet", "flooded"), FLOOD_ROUNDS, run, first=1)
-    found = {phase: distribution(list(itertools.chain(*each)), 1e3) for phase, each in turns.items()}
+    found = {
+        phase: distribution(list(itertools.chain(*each)), 1e3) for phase, each in turns.items()
+    }
     for phase, each in turns.items():
-        found[phase]["p99 of a turn"] = statistics.median(percentile(turn, 99) for turn in each) * 1e3
+        found[phase]["p99 of a turn"] = (
+            statistics.median(percentile(turn, 99) for turn in each) * 1e3
+        )
     return {**found, "memory_mib": [memory_mib[FLOOD_ROUNDS // 2], memory_mib[FLOOD_ROUNDS]]}
 
 
@@ -173,15 +207,23 @@ def _flood_round(
         while len(asked) < QUIET_TENANTS:
             request_id = f"{name}-free-{next(numbers)}"
             asked[request_id] = time.perf_counter()
-            engine.submit(_request(request_id, SamplingParams(max_tokens=1), tenant=f"quiet {len(asked)}"))
+            engine.submit(
+                _request(request_id, SamplingParams(max_tokens=1), tenant=f"quiet {len(asked)}")
+            )
         while num_sent < min(now_s / seconds * count, count):
             grammar = grammars[num_sent]
-            params = SamplingParams(max_tokens=rng.randint(*ANSWER_TOKENS), seed=num_sent, ignore_eos=grammar is None)
+            params = SamplingParams(
+                max_tokens=rng.randint(*ANSWER_TOKENS), seed=num_sent, ignore_eos=grammar is None
+            )
             engine.submit(_request(f"{name}-{num_sent}", params, grammar, tenant="flood"))
             num_sent += 1
         engine.pump()
         came_s = time.perf_counter()
-        first_s += [came_s - asked.pop(each.request_id) for each in engine.outputs if each.request_id in asked]
+        first_s += [
+            came_s - asked.pop(each.request_id)
+            for each in engine.outputs
+            if each.request_id in asked
+        ]
     while engine.core.has_work():
         engine.pump()
     return first_s
@@ -191,31 +233,45 @@ def _request(
     name: str, params: SamplingParams, grammar: Grammar | None = None, tenant: str = "benchmark"
 ) -> GenerationRequest:
     flow = FlowKey(tenant=tenant)
-    return GenerationRequest(request_id=name, prompt_token_ids=PROMPT, params=params, flow=flow, grammar=grammar)
+    return GenerationRequest(
+        request_id=name, prompt_token_ids=PROMPT, params=params, flow=flow, grammar=grammar
+    )
 
 
 def _schema_number(number: int) -> Grammar:
-    properties = {**ORDER["properties"], f"field {number}": {"type": "string", "maxLength": number % 50 + 1}}
+    properties = {
+        **ORDER["properties"],
+        f"field {number}": {"type": "string", "maxLength": number % 50 + 1},
+    }
     return Grammar.of(json_grammar({**ORDER, "properties": properties}))
 
 
 def _hostile() -> dict[str, dict[str, Any]]:
-    doubled = {f"d{index}": {"allOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(25)}
+    doubled = {
+        f"d{index}": {"allOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(25)
+    }
     return {
         "1 MiB": {"const": "x" * (1 << 20)},
         "2 to the 25 by references": {
             "$ref": "#/$defs/d0",
             "$defs": {**doubled, "d25": {"type": "string", "pattern": "^a"}},
         },
-        "300 patterns at once": {"allOf": [{"pattern": f"^.*{index}.*$", "type": "string"} for index in range(300)]},
+        "300 patterns at once": {
+            "allOf": [{"pattern": f"^.*{index}.*$", "type": "string"} for index in range(300)]
+        },
         "8,000 required": {"type": "object", "required": [f"r{index}" for index in range(8000)]},
-        "5,000 properties": {"type": "object", "properties": {f"p{index}": {} for index in range(5000)}},
+        "5,000 properties": {
+            "type": "object",
+            "properties": {f"p{index}": {} for index in range(5000)},
+        },
     }
 
 
 def _refusal_cpu_ms(name: str, schema: dict[str, Any], folder: Path) -> float:
     """NaN where it was not refused."""
-    checked_grammar(f'start: "{name}"', "schema", folder)  # whose child starts again, if the last schema ended it
+    checked_grammar(
+        f'start: "{name}"', "schema", folder
+    )  # whose child starts again, if the last schema ended it
     before_s = _cpu_s()
     try:
         checked_grammar(json_grammar(schema), "schema", folder)
@@ -227,8 +283,12 @@ def _refusal_cpu_ms(name: str, schema: dict[str, Any], folder: Path) -> float:
 def _cpu_s() -> float:
     """CPU seconds of this thread and of all children, ended or not."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    children = itertools.chain(*(task.read_text().split() for task in Path("/proc/self/task").glob("*/children")))
-    running_ns = sum(int(Path(f"/proc/{child}/schedstat").read_text().split()[0]) for child in children)
+    children = itertools.chain(
+        *(task.read_text().split() for task in Path("/proc/self/task").glob("*/children"))
+    )
+    running_ns = sum(
+        int(Path(f"/proc/{child}/schedstat").read_text().split()[0]) for child in children
+    )
     return time.thread_time() + ended.ru_utime + ended.ru_stime + running_ns / 1e9
 
 

@@ -101,7 +101,9 @@ class KernelBench:
             pages = list(range(next_page, next_page + layout.num_pages))
             next_page += layout.num_pages
             if next_page > self.arena.num_pages:
-                raise ValueError(f"ranks: expected adapters of fewer than {self.arena.num_pages} pages, got {ranks}")
+                raise ValueError(
+                    f"ranks: expected adapters of fewer than {self.arena.num_pages} pages, got {ranks}"
+                )
             self.tables.write(slot, layout, pages, of_modules, dict.fromkeys(of_modules, 0.5))
         lora = PagedLora(self.arena, self.tables, self.base, self.kernels)
         step = lora.prepare(sorted(row % len(ranks) for row in range(rows)))
@@ -112,12 +114,16 @@ class KernelBench:
             modules = [self.base.modules[m] for m in site.modules]
             x = self._random(rows, modules[0].in_features)
             y = self._random(rows, sum(self.base.site_widths(index)))
-            weights = sum(ranks) * sum(m.in_features + m.out_features for m in modules) * DTYPE.itemsize
+            weights = (
+                sum(ranks) * sum(m.in_features + m.out_features for m in modules) * DTYPE.itemsize
+            )
             moved = weights + x.nbytes + 2 * y.nbytes
             works.append(Work(f"LoRA {site.name}", self._applied(step, index, x, y), moved, out=y))
         return works
 
-    def _applied(self, step: LoraStep, site: int, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], object]:
+    def _applied(
+        self, step: LoraStep, site: int, x: torch.Tensor, y: torch.Tensor
+    ) -> Callable[[int], object]:
         return lambda call: step.apply(call % self.num_layers, site, x, y)
 
     def small(self, rows: int) -> list[Work]:
@@ -127,20 +133,30 @@ class KernelBench:
         weight = torch.ones(model.hidden, dtype=DTYPE, device=self.device)
         gate_up = self._random(rows, 2 * model.intermediate)
         return [
-            Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
-            Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
+            Work(
+                "add and norm",
+                lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6),
+                4 * x.nbytes,
+            ),
+            Work(
+                "SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2
+            ),
         ]
 
     def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> Work:
         """The choice of a token for each of so many rows."""
         logits = torch.randn(rows, vocab_size).to(self.device)
         columns = SamplingColumns.build([row] * rows, self.device)
-        return Work(f"{about} sampling", lambda _: self.kernels.sample(logits, columns), logits.nbytes)
+        return Work(
+            f"{about} sampling", lambda _: self.kernels.sample(logits, columns), logits.nbytes
+        )
 
     def queries(self, count: int) -> torch.Tensor:
         """So many query rows, [count, Hq, D]."""
         model = self.model
-        return self._random(count, model.num_heads * model.head_dim).view(-1, model.num_heads, model.head_dim)
+        return self._random(count, model.num_heads * model.head_dim).view(
+            -1, model.num_heads, model.head_dim
+        )
 
     def attention(
         self,
@@ -156,7 +172,9 @@ class KernelBench:
         """
         model, geometry, blocks = self.model, self.geometry, self.geometry.blocks(context)
         # Where the requests need more pages than there are, they share some: reading them costs the same on a CPU.
-        pages = pages or [1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)]
+        pages = pages or [
+            1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)
+        ]
         tables = [pages[row * blocks : (row + 1) * blocks] for row in range(rows)]
         lengths = [query] * rows, [context] * rows
         batch = AttentionBatch.build(tables, *lengths, self.device, geometry.page_tokens)
@@ -168,7 +186,9 @@ class KernelBench:
         layers = [self._kv(layer) for layer in range(self.num_layers)]
 
         def attend(call: int) -> object:
-            return self.kernels.paged_attention(q, layers[call % self.num_layers], batch, model.head_dim**-0.5)
+            return self.kernels.paged_attention(
+                q, layers[call % self.num_layers], batch, model.head_dim**-0.5
+            )
 
         flops = 4 * len(q) * (context - query / 2) * model.num_heads * model.head_dim
         name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
@@ -202,7 +222,9 @@ def measure_machine(device: torch.device, num_bytes: int, side: int) -> Machine:
     square = torch.randn(side, side, device=device).to(DTYPE)
     copy_s = call_s(lambda _: target.copy_(source), device)
     product_s = call_s(lambda _: torch.mm(square, square), device)
-    return Machine(2 * num_bytes / copy_s, 2 * side**3 / product_s, LAUNCH_S if device.type == "cuda" else 0.0)
+    return Machine(
+        2 * num_bytes / copy_s, 2 * side**3 / product_s, LAUNCH_S if device.type == "cuda" else 0.0
+    )
 
 
 def call_s(run: Callable[[int], object], device: torch.device) -> float:
@@ -220,7 +242,9 @@ def timings_in_turns(runs: Sequence[Callable[[int], object]], calls: int) -> lis
     """Seconds of each call of each operation; a slow moment of the machine hits all of them."""
     seconds = [list[float]() for _ in runs]
     with torch.inference_mode():
-        for call, (run, times) in itertools.product(range(2 * calls), zip(runs, seconds, strict=True)):
+        for call, (run, times) in itertools.product(
+            range(2 * calls), zip(runs, seconds, strict=True)
+        ):
             started_s = time.perf_counter()
             run(call)
             times.append(time.perf_counter() - started_s)

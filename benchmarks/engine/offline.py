@@ -65,12 +65,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def make_cases(num_requests: int, input_tokens: int, num_adapters: int) -> dict[str, Case]:
     """The three loads; prompts are random token ids of one length, which needs no padding."""
     draw = random.Random(0)
-    prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(input_tokens)] for _ in range(num_requests)]
+    prompts = [
+        [draw.randrange(2, VOCAB_SIZE) for _ in range(input_tokens)] for _ in range(num_requests)
+    ]
     mixed = [index % num_adapters for index in range(num_requests)]
     return {"base": (prompts, None), "mixed": (prompts, mixed), "single": (prompts[:1], None)}
 
 
-def make_result(options: argparse.Namespace, timed: dict[tuple[str, str], list[Timed]]) -> dict[str, Any]:
+def make_result(
+    options: argparse.Namespace, timed: dict[tuple[str, str], list[Timed]]
+) -> dict[str, Any]:
     """Medians, ratios and how far the outputs of the last repeat agree, from the repeats by case and contender."""
     rates: dict[str, dict[str, float]] = {name: {} for _, name in timed}
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in rates}
@@ -94,7 +98,10 @@ def make_result(options: argparse.Namespace, timed: dict[tuple[str, str], list[T
             case: _agreement(timed[case, "manylora"][-1][1], timed[case, PEERS[case]][-1][1])
             for case in ("base", "mixed")
         },
-        "table": [{"tokens/s": name, **{case: each.get(case, "-") for case in PEERS}} for name, each in rates.items()],
+        "table": [
+            {"tokens/s": name, **{case: each.get(case, "-") for case in PEERS}}
+            for name, each in rates.items()
+        ],
     }
 
 
@@ -116,20 +123,27 @@ def _manylora(options: argparse.Namespace, base: Path, folders: Sequence[Path]) 
 
     def generate(prompts: Prompts, adapters: Sequence[int] | None) -> list[list[int]]:
         chosen = None if adapters is None else [refs[index] for index in adapters]
-        return [completion.token_ids for completion in llm.generate(prompts, params, adapter=chosen)]
+        return [
+            completion.token_ids for completion in llm.generate(prompts, params, adapter=chosen)
+        ]
 
     return generate
 
 
 def _peft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> Generate:
     names = [f"adapter{index}" for index in range(len(folders))]
-    model = PeftModel.from_pretrained(_load(base), folders[0], adapter_name=names[0], autocast_adapter_dtype=False)
+    model = PeftModel.from_pretrained(
+        _load(base), folders[0], adapter_name=names[0], autocast_adapter_dtype=False
+    )
     for name, folder in zip(names[1:], folders[1:], strict=True):
         model.load_adapter(folder, adapter_name=name, autocast_adapter_dtype=False)
     model.eval()
 
     return lambda prompts, adapters: _generate(
-        model, prompts, options.output_tokens, adapter_names=[names[index] for index in adapters or []]
+        model,
+        prompts,
+        options.output_tokens,
+        adapter_names=[names[index] for index in adapters or []],
     )
 
 
@@ -144,7 +158,11 @@ def _load(base: Path) -> Any:  # noqa: ANN401 - transformers is untyped
 def _generate(model: Any, prompts: Prompts, output_tokens: int, **options: Any) -> list[list[int]]:  # noqa: ANN401
     ids = torch.tensor(prompts)
     output = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=output_tokens, do_sample=False, **options
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=output_tokens,
+        do_sample=False,
+        **options,
     )
     answers: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return answers

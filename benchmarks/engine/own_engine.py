@@ -17,7 +17,14 @@ from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.stored import greedy_request
 from manylora.benchmarks.qwen_shape import make_checkpoints
 from manylora.benchmarks.report import DEFAULT_CACHE, AddOption
-from manylora.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from manylora.config import (
+    Config,
+    Dtype,
+    MemoryConfig,
+    ModelConfig,
+    RegistryConfig,
+    SchedulerConfig,
+)
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.errors import EngineError
@@ -49,7 +56,9 @@ class OwnEngine:
         self.core.submit(request)
         self._is_blocked = False
 
-    def submit_endless(self, prompts: Sequence[list[int]], adapters: Sequence[AdapterRef | None]) -> list[str]:
+    def submit_endless(
+        self, prompts: Sequence[list[int]], adapters: Sequence[AdapterRef | None]
+    ) -> list[str]:
         """Submit requests for these adapters in turn that run until they are aborted or reach the model's length.
 
         Returns:
@@ -95,7 +104,9 @@ class OwnEngine:
 
 
 @contextlib.contextmanager
-def own_engine(config: Config, build: Callable[..., EngineParts] = build_engine) -> Iterator[OwnEngine]:
+def own_engine(
+    config: Config, build: Callable[..., EngineParts] = build_engine
+) -> Iterator[OwnEngine]:
     """Build an engine as the product does, and close it when the block is left.
 
     Args:
@@ -103,7 +114,9 @@ def own_engine(config: Config, build: Callable[..., EngineParts] = build_engine)
         build: Builds it.
     """
     with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
-        config = replace(config, registry=RegistryConfig(blob_url=config.registry.blob_url or folder))
+        config = replace(
+            config, registry=RegistryConfig(blob_url=config.registry.blob_url or folder)
+        )
         loaded = threading.Event()
         parts = build(config, notify=loaded.set)
         try:
@@ -131,4 +144,6 @@ def shape_config(options: argparse.Namespace, memory: MemoryConfig) -> tuple[Con
     else:
         base, adapters = make_checkpoints(options.cache)
     model = ModelConfig(path=str(base), device="cpu", dtype=dtype, threads=options.threads)
-    return Config(model=model, memory=memory, scheduler=SchedulerConfig(max_running=options.requests)), adapters
+    return Config(
+        model=model, memory=memory, scheduler=SchedulerConfig(max_running=options.requests)
+    ), adapters

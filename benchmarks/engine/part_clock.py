@@ -85,7 +85,9 @@ def timed_parts() -> Generator[PartClock]:
 
     def timed_kernels(*operands: Any) -> Kernels:  # noqa: ANN401 - those of kernels_for
         kernels = kernels_for(*operands)
-        timed = {name: clock.around(part, getattr(kernels, name)) for name, part in _KERNEL_PARTS.items()}
+        timed = {
+            name: clock.around(part, getattr(kernels, name)) for name, part in _KERNEL_PARTS.items()
+        }
         return replace(kernels, **timed)
 
     def timed_linear(*operands: Any, **named: Any) -> Linear:  # noqa: ANN401 - those of make_linear
@@ -95,7 +97,11 @@ def timed_parts() -> Generator[PartClock]:
         for owner, name, timed in (
             (weights, "kernels_for", timed_kernels),
             (weights, "make_linear", timed_linear),
-            (weights, "make_head", lambda *operands: clock.around("linear layers", make_head(*operands))),
+            (
+                weights,
+                "make_head",
+                lambda *operands: clock.around("linear layers", make_head(*operands)),
+            ),
             (PagedLora, "prepare", clock.around("LoRA preparation", PagedLora.prepare)),
             (LoraStep, "apply", clock.around("LoRA", LoraStep.apply)),
             (runner, "build_batch", clock.around("batch", build_batch)),

@@ -41,7 +41,9 @@ WARM_UP_STEPS = 120
 """Steps of a case that are not timed: in them the weights of its adapters are moved to their final places."""
 _KV_DTYPES: dict[str, KvDtype] = {"": "auto", "+kv8": "int8"}
 _WEIGHTS: tuple[WeightFormat, ...] = get_args(WeightFormat)
-FORMATS = {name + end: (name, kv_dtype) for name in _WEIGHTS for end, kv_dtype in _KV_DTYPES.items()}
+FORMATS = {
+    name + end: (name, kv_dtype) for name in _WEIGHTS for end, kv_dtype in _KV_DTYPES.items()
+}
 """Formats of weights and of the KV cache, by what `--weights` calls them."""
 FIRST_STEPS = 4
 """Decode steps of fresh requests that are not timed."""
@@ -75,8 +77,15 @@ class LinearPass:
     def __init__(self, weights: WeightFormat = "bf16") -> None:
         hidden, inner = QWEN.hidden, QWEN.intermediate
         qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
-        shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * QWEN.num_layers
-        self._linears = [(make_linear(_random(*shape), weights=weights), shape[1]) for shape in shapes]
+        shapes = [
+            (qkv, hidden),
+            (hidden, hidden),
+            (2 * inner, hidden),
+            (hidden, inner),
+        ] * QWEN.num_layers
+        self._linears = [
+            (make_linear(_random(*shape), weights=weights), shape[1]) for shape in shapes
+        ]
         self._linears.append((make_head(_random(VOCAB_SIZE, hidden), weights), hidden))
 
     @torch.inference_mode()
@@ -84,9 +93,13 @@ class LinearPass:
         """Median time of one pass over so many rows of activations, `head_rows` of which get logits."""
         counts = [rows] * (len(self._linears) - 1) + [head_rows]
         inputs = {
-            (count, width): _random(count, width) for count, (_, width) in zip(counts, self._linears, strict=True)
+            (count, width): _random(count, width)
+            for count, (_, width) in zip(counts, self._linears, strict=True)
         }
-        work = [(linear, inputs[count, width]) for count, (linear, width) in zip(counts, self._linears, strict=True)]
+        work = [
+            (linear, inputs[count, width])
+            for count, (linear, width) in zip(counts, self._linears, strict=True)
+        ]
         seconds = []
         for _ in range(NUM_PASSES + 1):
             start_s = time.perf_counter()
@@ -101,19 +114,32 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def step_engine(
-    base: Path, *, threads: int, max_rows: int, weights: WeightFormat = "bf16", kv_dtype: KvDtype = "auto"
+    base: Path,
+    *,
+    threads: int,
+    max_rows: int,
+    weights: WeightFormat = "bf16",
+    kv_dtype: KvDtype = "auto",
 ) -> AbstractContextManager[OwnEngine]:
     """Build an engine for steps of at most `max_rows` requests; with `threads` 0 it chooses them itself."""
-    model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", weights=weights, threads=threads)
+    model = ModelConfig(
+        path=str(base), device="cpu", dtype="bfloat16", weights=weights, threads=threads
+    )
     memory = MemoryConfig(gib=1.0, host_gib=0.75, kv_dtype=kv_dtype, prefix_cache=False)
-    scheduler = SchedulerConfig(max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS))
+    scheduler = SchedulerConfig(
+        max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS)
+    )
     return own_engine(Config(model=model, memory=memory, scheduler=scheduler))
 
 
-def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> tuple[list[float], Counter[str]]:
+def timed_steps(
+    engine: OwnEngine, case: Case, steps: int, clock: PartClock
+) -> tuple[list[float], Counter[str]]:
     """Run steps of a case; returns the seconds of each, and the sums of their parts. A prefill is one step."""
     draw = random.Random(engine.core.num_steps)
-    prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)] for _ in range(case.rows)]
+    prompts = [
+        [draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)] for _ in range(case.rows)
+    ]
     requests = engine.submit_endless(prompts, case.adapters)
     if not case.is_prefill:
         engine.pump_until_decoding(requests)
@@ -127,20 +153,29 @@ def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> 
 
 
 def make_cases(
-    engine: OwnEngine, adapters: Sequence[Path], rows: Sequence[int], prompt_tokens: int, prefill: int
+    engine: OwnEngine,
+    adapters: Sequence[Path],
+    rows: Sequence[int],
+    prompt_tokens: int,
+    prefill: int,
 ) -> list[Case]:
     """Decode steps for the base and, from 8 rows on, for 8 adapters; then a long prompt."""
     smallest = [folder for folder, rank in zip(adapters, RANKS, strict=True) if rank == min(RANKS)]
     mixed, small = (
-        store_adapters(engine.parts.ready, engine.blob_dir, folders, len(adapters)) for folders in (adapters, smallest)
+        store_adapters(engine.parts.ready, engine.blob_dir, folders, len(adapters))
+        for folders in (adapters, smallest)
     )
     cases = [Case(f"decode, {count} base", count, [None], prompt_tokens) for count in rows]
     for count in rows:
         if count >= len(mixed):
-            cases.append(Case(f"decode, {count} of 8 adapters of rank 8", count, small, prompt_tokens))
+            cases.append(
+                Case(f"decode, {count} of 8 adapters of rank 8", count, small, prompt_tokens)
+            )
             cases.append(Case(f"decode, {count} of 8 mixed adapters", count, mixed, prompt_tokens))
     for name, refs in (("base", [None]), ("rank 64", mixed[3:4])) if prefill else ():
-        cases.append(Case(f"prompt of {prefill:,} tokens, {name}", 1, refs, prefill, is_prefill=True))
+        cases.append(
+            Case(f"prompt of {prefill:,} tokens, {name}", 1, refs, prefill, is_prefill=True)
+        )
     return cases
 
 
@@ -161,9 +196,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         contenders, floors = {}, dict[WeightFormat, LinearPass]()
         for name in options.weights:
             weights, kv_dtype = FORMATS[name]
-            opened = step_engine(base, threads=options.threads, max_rows=max_rows, weights=weights, kv_dtype=kv_dtype)
+            opened = step_engine(
+                base, threads=options.threads, max_rows=max_rows, weights=weights, kv_dtype=kv_dtype
+            )
             engine = stack.enter_context(opened)
-            cases = make_cases(engine, adapters, options.rows, options.prompt_tokens, options.prefill)
+            cases = make_cases(
+                engine, adapters, options.rows, options.prompt_tokens, options.prefill
+            )
             floors[weights] = floors.get(weights) or LinearPass(weights)
             contenders[name] = Contender(engine, floors[weights], cases)
         for index in range(len(cases)):
@@ -195,7 +234,9 @@ def _measure_case(
     return found
 
 
-def make_result(cases: dict[str, dict[str, Any]], prompt_tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
+def make_result(
+    cases: dict[str, dict[str, Any]], prompt_tokens: int = PROMPT_TOKENS
+) -> dict[str, Any]:
     """The figures of all cases, and a table with the parts in groups."""
     return {
         "load": {"model": MODEL_ABOUT, "prompt_tokens": prompt_tokens},
@@ -205,14 +246,19 @@ def make_result(cases: dict[str, dict[str, Any]], prompt_tokens: int = PROMPT_TO
             {
                 "case": name,
                 **{key: case[key] for key in ("step_ms", "floor_ms", "step / floor")},
-                **{group: sum(case["part_ms"][part] for part in parts) for group, parts in GROUPS.items()},
+                **{
+                    group: sum(case["part_ms"][part] for part in parts)
+                    for group, parts in GROUPS.items()
+                },
             }
             for name, case in cases.items()
         ],
     }
 
 
-def figures(step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]) -> dict[str, Any]:
+def figures(
+    step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]
+) -> dict[str, Any]:
     """Medians, their ratio, and the mean time of each part of a step."""
     step, floor = statistics.median(step_s), statistics.median(floor_s)
     return {
@@ -240,7 +286,12 @@ def add_options(add: AddOption) -> None:
     """Add its options."""
     add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
-    add("--prompt-tokens", type=positive, default=PROMPT_TOKENS, help="of each request of a decode step")
+    add(
+        "--prompt-tokens",
+        type=positive,
+        default=PROMPT_TOKENS,
+        help="of each request of a decode step",
+    )
     add("--weights", type=formats, default="bf16", help=f"of {', '.join(FORMATS)}, comma-separated")
     add("--steps", type=positive, default=24, help="timed decode steps of each repeat")
     add("--repeats", type=positive, default=4)

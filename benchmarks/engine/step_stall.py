@@ -22,7 +22,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manylora.adapters.ref import AdapterRef
-from manylora.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
+from manylora.benchmarks.engine.own_engine import (
+    OwnEngine,
+    add_shape_options,
+    own_engine,
+    shape_config,
+)
 from manylora.benchmarks.engine.stored import store_adapters
 from manylora.benchmarks.metrics import distribution
 from manylora.benchmarks.report import AddOption
@@ -96,7 +101,11 @@ class Swaps:
 
 
 def time_steps(
-    options: argparse.Namespace, engine: OwnEngine, steady: Sequence[AdapterRef], swaps: Swaps, phase_steps: int
+    options: argparse.Namespace,
+    engine: OwnEngine,
+    steady: Sequence[AdapterRef],
+    swaps: Swaps,
+    phase_steps: int,
 ) -> dict[str, list[float]]:
     """Time the steps of each phase."""
     step_s: dict[str, list[float]] = {"quiet": [], "swaps": []}
@@ -104,7 +113,9 @@ def time_steps(
         requests = engine.submit_endless([PROMPT] * options.requests, steady)
         engine.pump_until_decoding(requests)
         for phase in step_s if round_ % 2 == 0 else reversed(step_s):
-            for _ in range(SETTLE_STEPS if engine.core.num_steps > WARM_UP_STEPS else WARM_UP_STEPS):
+            for _ in range(
+                SETTLE_STEPS if engine.core.num_steps > WARM_UP_STEPS else WARM_UP_STEPS
+            ):
                 engine.pump()
             for _ in range(phase_steps):
                 if phase == "swaps":
@@ -115,12 +126,17 @@ def time_steps(
     return step_s
 
 
-def make_result(step_s: Mapping[str, Sequence[float]], load_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def make_result(
+    step_s: Mapping[str, Sequence[float]], load_s: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
     """Percentiles of both phases and of loads, and ratios."""
     steps, loads = _milliseconds(step_s), _milliseconds(load_s)
     return {
         "step_ms": steps,
-        "ratios": {f"swaps / quiet, {name}": steps["swaps"][name] / steps["quiet"][name] for name in ("p50", "p99")},
+        "ratios": {
+            f"swaps / quiet, {name}": steps["swaps"][name] / steps["quiet"][name]
+            for name in ("p50", "p99")
+        },
         "load_ms": loads,
         "table": [
             {"ms": f"{kind}, {name}", **found}

@@ -29,11 +29,18 @@ def adapter_ref(name: str, spec: LoraSpec, weights_sha256: str) -> AdapterRef:
     """Refer to a version; each spec makes another version of the same weights."""
     digest = content_digest(spec, weights_sha256)
     return AdapterRef(
-        tenant_id="benchmark", adapter_id=name, version=1, digest=digest, weights_sha256=weights_sha256, config=spec
+        tenant_id="benchmark",
+        adapter_id=name,
+        version=1,
+        digest=digest,
+        weights_sha256=weights_sha256,
+        config=spec,
     )
 
 
-def store_adapters(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], count: int) -> list[AdapterRef]:
+def store_adapters(
+    ready: EngineReady, blob_dir: Path, folders: Sequence[Path], count: int
+) -> list[AdapterRef]:
     """Store checkpoints and refer to them in turn; each reference has another alpha.
 
     Args:
@@ -44,7 +51,10 @@ def store_adapters(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], 
     """
     blobs, stored = LocalBlobs(blob_dir), []
     for folder in folders[:count]:
-        config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
+        config, weights = (
+            (folder / "adapter_config.json").read_bytes(),
+            folder / "adapter_model.safetensors",
+        )
         spec = read_checkpoint(config, weights, ready.base, ready.max_rank, scan_values=False).spec
         stored.append((folder.name, spec, store_blob(blobs, weights.read_bytes())))
     return [
@@ -61,7 +71,10 @@ def random_lora(
     for layer in range(base.num_layers):
         for module in (base.modules[index] for index in modules):
             path = f"base_model.model.{base.layer_prefix}.{layer}.{module.path}"
-            for part, sizes in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+            for part, sizes in (
+                ("A", (rank, module.in_features)),
+                ("B", (module.out_features, rank)),
+            ):
                 values = torch.randn(sizes, generator=generator).mul_(0.02)
                 tensors[f"{path}.lora_{part}.weight"] = values.to(torch.bfloat16)
     return tensors
@@ -72,4 +85,6 @@ def greedy_request(
 ) -> GenerationRequest:
     """A request for exactly so many tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerationRequest(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params, adapter=adapter)
+    return GenerationRequest(
+        request_id=request_id, prompt_token_ids=prompt_token_ids, params=params, adapter=adapter
+    )

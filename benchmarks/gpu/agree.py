@@ -36,12 +36,20 @@ def cases(setup: Setup) -> Cases:
     context, query, ranks = setup.sized(777, 40), setup.sized(200, 20), RANKS[: setup.sized(4, 2)]
     makes: dict[str, Callable[[KernelBench], Work | list[Work]]] = {
         "decode attention": lambda bench: bench.attention(ROWS, context, q=_queries(bench, ROWS)),
-        "prompt attention": lambda bench: bench.attention(1, context, query, q=_queries(bench, query)),
+        "prompt attention": lambda bench: bench.attention(
+            1, context, query, q=_queries(bench, query)
+        ),
         "LoRA": lambda bench: bench.lora(ranks, ROWS),
         "norm and SiLU": lambda bench: bench.small(ROWS),
-        **{f"{about} sampling": partial(_sampling, setup, about) for about in ("greedy", "top-k and top-p")},
+        **{
+            f"{about} sampling": partial(_sampling, setup, about)
+            for about in ("greedy", "top-k and top-p")
+        },
     }
-    compared = {f"{name}, as torch operators": partial(_compare, setup, make) for name, make in makes.items()}
+    compared = {
+        f"{name}, as torch operators": partial(_compare, setup, make)
+        for name, make in makes.items()
+    }
     return {"the demo's answers": partial(_demo, setup), **compared}
 
 
@@ -54,12 +62,29 @@ def _demo(setup: Setup) -> Figures:
     ]
     folders = [None if name == "base" else demo.ADAPTERS / name for _, name, _ in asked]
     memory = {"memory_gib": 1 / 64, "host_gib": 1 / 64}
-    with LLM(demo.MODEL, device=setup.device.type, dtype="float32", cuda_graphs=not setup.is_eager, **memory) as llm:
+    with LLM(
+        demo.MODEL,
+        device=setup.device.type,
+        dtype="float32",
+        cuda_graphs=not setup.is_eager,
+        **memory,
+    ) as llm:
         answers = llm.generate(
-            [prompt for prompt, _, _ in asked], SamplingParams(max_tokens=64, temperature=0), folders
+            [prompt for prompt, _, _ in asked],
+            SamplingParams(max_tokens=64, temperature=0),
+            folders,
         )
-    wrong = [name for found, (_, name, answer) in zip(answers, asked, strict=True) if found.text != answer]
-    return {"measured": len(wrong), "goal": 0, "unit": f"wrong of {len(asked)} answers", "wrong": wrong}
+    wrong = [
+        name
+        for found, (_, name, answer) in zip(answers, asked, strict=True)
+        if found.text != answer
+    ]
+    return {
+        "measured": len(wrong),
+        "goal": 0,
+        "unit": f"wrong of {len(asked)} answers",
+        "wrong": wrong,
+    }
 
 
 @torch.inference_mode()
@@ -73,7 +98,12 @@ def _compare(setup: Setup, make: Callable[[KernelBench], Work | list[Work]]) -> 
     errors = {}
     for found, expected in zip(_seeded(make, ours), _seeded(make, plain), strict=True):
         errors[expected.name] = relative_error(result(found).cpu(), result(expected))
-    return {"measured": max(errors.values()), "goal": AGREES, "unit": "relative error", "errors": errors}
+    return {
+        "measured": max(errors.values()),
+        "goal": AGREES,
+        "unit": "relative error",
+        "errors": errors,
+    }
 
 
 def _seeded(make: Callable[[KernelBench], Work | list[Work]], bench: KernelBench) -> list[Work]:

@@ -67,7 +67,10 @@ class CaseLog:
             try:
                 found = dict(cases[name]())
             except Exception as error:  # noqa: BLE001 - whatever it is, the next case may work
-                found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+                found = {
+                    "error": f"{type(error).__name__}: {error}",
+                    "traceback": traceback.format_exc(),
+                }
             found["seconds"] = time.monotonic() - start_s
             longest_s = max(longest_s, found["seconds"])
             self._keep(name, found)
@@ -110,7 +113,11 @@ def settle(path: Path, error: str | None) -> None:
 
 def is_failure(found: Figures) -> bool:
     """Whether a case failed or missed its goal; one that says `absent` could not be run here, and is no failure."""
-    return "error" in found or not found.get("ok", True) or found.get("measured", 0.0) > found.get("goal", 1e99)
+    return (
+        "error" in found
+        or not found.get("ok", True)
+        or found.get("measured", 0.0) > found.get("goal", 1e99)
+    )
 
 
 def line(name: str, found: Figures) -> str:

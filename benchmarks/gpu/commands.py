@@ -14,8 +14,27 @@ from manylora.benchmarks.gpu.setup import Setup
 from manylora.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu", "tests/kernels")
-SANITIZER = ("compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "20")
+PYTEST = (
+    sys.executable,
+    "-P",
+    "-m",
+    "pytest",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "-m",
+    "gpu",
+    "tests/kernels",
+)
+SANITIZER = (
+    "compute-sanitizer",
+    "--target-processes",
+    "all",
+    "--error-exitcode",
+    "9",
+    "--print-limit",
+    "20",
+)
 UNCACHED = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 """Without torch's cache of memory, which hides accesses outside of a tensor."""
 SANITIZED = {
@@ -29,7 +48,11 @@ SANITIZED = {
 def check_cases(setup: Setup) -> Cases:
     """The tests that want a GPU, and what the machine is."""
     # Beside tests/kernels only the files that have such tests: others may need packages that the machine does not have.
-    files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
+    files = [
+        str(file)
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in file.read_text()
+    ]
     jobs = ["-n", str(setup.jobs), "--dist", "worksteal"] if setup.jobs > 1 else []
     return {
         "tests": partial(run, setup, "tests", [*PYTEST, *files, *jobs]),
@@ -41,7 +64,9 @@ def check_cases(setup: Setup) -> Cases:
 def sanitize_cases(setup: Setup) -> Cases:
     """A few tests under each tool."""
     return {
-        tool: partial(run, setup, tool, [*SANITIZER, "--tool", tool, *UNCACHED, *PYTEST, "-k", tests])
+        tool: partial(
+            run, setup, tool, [*SANITIZER, "--tool", tool, *UNCACHED, *PYTEST, "-k", tests]
+        )
         for tool, tests in SANITIZED.items()
     }
 
@@ -55,11 +80,22 @@ def run(setup: Setup, name: str, command: Sequence[str]) -> Figures:
     if shutil.which(command[0]) is None:
         return {"absent": f"{command[0]} is not on PATH"}
     path = setup.out / f"{name}.log"
-    limited = ["timeout", "--kill-after=5", str(setup.seconds), *command]  # with all the processes that it starts
+    limited = [
+        "timeout",
+        "--kill-after=5",
+        str(setup.seconds),
+        *command,
+    ]  # with all the processes that it starts
     with path.open("w") as log:
-        status = subprocess.run(limited, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode
+        status = subprocess.run(
+            limited, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, check=False
+        ).returncode
     last = path.read_text(errors="replace").splitlines()[-3:]
     if status:
-        ended = f"was stopped after {setup.seconds:.0f} s" if status in (124, 137) else f"ended with status {status}"
+        ended = (
+            f"was stopped after {setup.seconds:.0f} s"
+            if status in (124, 137)
+            else f"ended with status {status}"
+        )
         raise EngineError(f"{name} {ended}; {path} has what it printed: {' | '.join(last)}")
     return {"note": "".join(last[-1:])}

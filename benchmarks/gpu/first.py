@@ -21,7 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, Figures, is_failure, line, settle
+from manylora.benchmarks.gpu.case_log import (
+    DONE,
+    FAILED,
+    UNFINISHED,
+    Figures,
+    is_failure,
+    line,
+    settle,
+)
 from manylora.benchmarks.gpu.predictions import PREDICTIONS
 from manylora.config import environment
 
@@ -138,7 +146,9 @@ class FirstLook:
             if left_s < expected_s:
                 return
             before = self.found(piece)
-            why = self._process(piece, min(left_s, HANGS * expected_s), is_last=left_s <= HANGS * expected_s)
+            why = self._process(
+                piece, min(left_s, HANGS * expected_s), is_last=left_s <= HANGS * expected_s
+            )
             after = self.found(piece)
             for name in [name for name in after if name not in before]:
                 print(f"{piece.verb:8} {line(name, after[name])}", flush=True)
@@ -155,7 +165,15 @@ class FirstLook:
             limit_s: Seconds after which it is killed.
             is_last: Whether the time is up then: the case that it is in is no failure.
         """
-        arguments = [piece.verb, "--only", piece.only, "--out", str(self.out), "--seconds", str(limit_s)]
+        arguments = [
+            piece.verb,
+            "--only",
+            piece.only,
+            "--out",
+            str(self.out),
+            "--seconds",
+            str(limit_s),
+        ]
         path = self.out / LOG
         with path.open("a") as log:
             start = log.tell()
@@ -174,8 +192,12 @@ class FirstLook:
                 why = "" if is_last else f"did not end within {limit_s:.0f} s"
                 error = why or None
             else:
-                last = " | ".join(path.read_bytes()[start:].decode(errors="replace").splitlines()[-3:])
-                why = error = "" if status in (DONE, UNFINISHED) else f"ended with status {status}: {last}"
+                last = " | ".join(
+                    path.read_bytes()[start:].decode(errors="replace").splitlines()[-3:]
+                )
+                why = error = (
+                    "" if status in (DONE, UNFINISHED) else f"ended with status {status}: {last}"
+                )
             finally:
                 _end(process)
                 settle(self._file(piece.verb), error)
@@ -185,7 +207,13 @@ class FirstLook:
 def row(verb: str, name: str, found: Figures) -> list[str]:
     """The cells of a case: measured, predicted, and measured as a multiple of the nearest predicted figure."""
     if "measured" not in found:
-        return [str(found.get("error") or found.get("absent") or found.get("note", "")).splitlines()[0][:160], "", ""]
+        return [
+            str(found.get("error") or found.get("absent") or found.get("note", "")).splitlines()[0][
+                :160
+            ],
+            "",
+            "",
+        ]
     measured, unit = found["measured"], found.get("unit", "")
     shown = f"{measured:,.4g} {unit}"
     if is_failure(found) and "goal" in found:

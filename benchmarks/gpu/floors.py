@@ -49,16 +49,25 @@ def kv_elements(model: ModelShape, tokens: int) -> int:
 
 
 def decode_floor_s(
-    model: ModelShape, vocab_size: int, rows: int, context: int, ranks: Sequence[int], machine: Machine
+    model: ModelShape,
+    vocab_size: int,
+    rows: int,
+    context: int,
+    ranks: Sequence[int],
+    machine: Machine,
 ) -> float:
     """The least time of a decode step: weights, keys and values, and the weights of its adapters are read once."""
     weights = weight_elements(model, vocab_size)
-    linear_s = max(weights * DTYPE_BYTES / machine.bytes_per_s, 2 * weights * rows / machine.flops_per_s)
+    linear_s = max(
+        weights * DTYPE_BYTES / machine.bytes_per_s, 2 * weights * rows / machine.flops_per_s
+    )
     others = kv_elements(model, rows * context) + lora_elements(model, ranks)
     return linear_s + others * DTYPE_BYTES / machine.bytes_per_s
 
 
-def prompt_floor_s(model: ModelShape, vocab_size: int, tokens: int, ranks: Sequence[int], machine: Machine) -> float:
+def prompt_floor_s(
+    model: ModelShape, vocab_size: int, tokens: int, ranks: Sequence[int], machine: Machine
+) -> float:
     """The least time of a prompt of one request: products of all its tokens but for the head, and causal attention."""
     linear = 2 * (weight_elements(model, vocab_size) - vocab_size * model.hidden) * tokens
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * tokens * tokens

@@ -52,13 +52,17 @@ def cases(setup: Setup) -> Cases:
         found[name] = partial(_operation, setup, KernelBench.attention, 1, tokens + before, tokens)
     for about, row in SAMPLINGS.items():
         name = f"{about} sampling, 32 rows"
-        found[name] = partial(_operation, setup, KernelBench.sampling, 32, about, row, setup.vocab_size)
+        found[name] = partial(
+            _operation, setup, KernelBench.sampling, 32, about, row, setup.vocab_size
+        )
     found["norm and SiLU, 32 rows"] = partial(_operation, setup, KernelBench.small, 32)
     for count, rank in itertools.product((32, 1, 8), (16, 8, 64)):
         found[f"LoRA, 32 rows, {count} of rank {rank}"] = partial(_lora, setup, (rank,) * count)
     found["LoRA, mixed ranks as one rank"] = partial(_mixed, setup)
     found["constants of decode attention"] = partial(_sweep, setup, KernelBench.attention, 32, long)
-    found["constants of prompt attention"] = partial(_sweep, setup, KernelBench.attention, 1, 2 * long, 2 * long)
+    found["constants of prompt attention"] = partial(
+        _sweep, setup, KernelBench.attention, 1, 2 * long, 2 * long
+    )
     found["constants of LoRA"] = partial(_sweep, setup, KernelBench.lora, (16,) * 32, 32)
     return found
 
@@ -77,25 +81,42 @@ def timed(setup: Setup, works: Sequence[Work]) -> dict[str, Any]:
     parts = list[dict[str, Any]]()
     for work in works:
         seconds, floor_s = call_s(work.run, setup.device), setup.machine.floor_s(work)
-        figures = {"measured": 1e6 * seconds, "floor": 1e6 * floor_s, "gigabytes_per_s": work.num_bytes / seconds / 1e9}
+        figures = {
+            "measured": 1e6 * seconds,
+            "floor": 1e6 * floor_s,
+            "gigabytes_per_s": work.num_bytes / seconds / 1e9,
+        }
         parts.append({"name": work.name, **figures})
-    return {key: sum(part[key] for part in parts) for key in ("measured", "floor")} | {"unit": "us", "parts": parts}
+    return {key: sum(part[key] for part in parts) for key in ("measured", "floor")} | {
+        "unit": "us",
+        "parts": parts,
+    }
 
 
 def _lora(setup: Setup, ranks: tuple[int, ...]) -> Figures:
     """LoRA of 32 rows at the four sites of a layer. Each must give the same bits twice (K3) and reach its goal (K1)."""
     works = setup.bench.lora(ranks, 32)
-    found, is_ok = timed(setup, works), all(torch.equal(result(work), result(work)) for work in works)
+    found, is_ok = (
+        timed(setup, works),
+        all(torch.equal(result(work), result(work)) for work in works),
+    )
     if setup.has_goals and (len(ranks) == 1 or sum(ranks) >= MANY_RANKS):
-        goals = [1e6 * GOAL_SINGLE_S if len(ranks) == 1 else GOAL_LORA * part["floor"] for part in found["parts"]]
-        is_ok &= all(part["measured"] <= goal for part, goal in zip(found["parts"], goals, strict=True))
+        goals = [
+            1e6 * GOAL_SINGLE_S if len(ranks) == 1 else GOAL_LORA * part["floor"]
+            for part in found["parts"]
+        ]
+        is_ok &= all(
+            part["measured"] <= goal for part, goal in zip(found["parts"], goals, strict=True)
+        )
         found["goal"] = sum(goals)
     return {**found, "ok": is_ok}
 
 
 def _mixed(setup: Setup) -> Figures:
     """K2: mixed ranks beside one rank with equally many bytes."""
-    even, mixed = (timed(setup, setup.bench.lora(ranks, 32)) for ranks in ((24,) * 10, (8, 16, 32, 64) * 2))
+    even, mixed = (
+        timed(setup, setup.bench.lora(ranks, 32)) for ranks in ((24,) * 10, (8, 16, 32, 64) * 2)
+    )
     goal = {"goal": GOAL_MIXED * even["measured"]} if setup.has_goals else {}
     return {**mixed, "even": even["measured"], **goal}
 
@@ -105,7 +126,12 @@ def result(work: Work) -> torch.Tensor:
     """The result of an operation, one tensor behind the other, or what it adds to zeros."""
     if work.out is None:
         found = work.run(0)
-        return torch.cat([torch.as_tensor(part).flatten() for part in (found if isinstance(found, tuple) else [found])])
+        return torch.cat(
+            [
+                torch.as_tensor(part).flatten()
+                for part in (found if isinstance(found, tuple) else [found])
+            ]
+        )
     work.out.zero_()
     work.run(0)
     return work.out.clone()
@@ -149,4 +175,10 @@ def _sweep(setup: Setup, make: Make, *arguments: object) -> Figures:
     kept.setdefault(plans.architecture(), {}).update(chosen)
     path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     note = f"{len(plans.asked)} kernels, better: {chosen}"
-    return {"measured": 1e6 * before_s, "unit": "us", "note": note, "chosen": chosen, "tried": tried}
+    return {
+        "measured": 1e6 * before_s,
+        "unit": "us",
+        "note": note,
+        "chosen": chosen,
+        "tried": tried,
+    }

@@ -27,14 +27,19 @@ def cases(setup: Setup) -> Cases:
     models = (setup.model,) if setup.is_tiny else (MODELS[0], MODELS[2])
     return {
         **{f"copies of {kib} KiB": partial(_copies, setup, kib << 10) for kib in PAGE_KIB},
-        **{f"attention over scattered pages, {model.name}": partial(_scattered, setup, model) for model in models},
+        **{
+            f"attention over scattered pages, {model.name}": partial(_scattered, setup, model)
+            for model in models
+        },
     }
 
 
 def _copies(setup: Setup, page_bytes: int) -> Figures:
     """Milliseconds for 512 MiB in pages, in random order as the engine copies them; one large copy is the floor."""
     count = setup.sized(512 << 20, 4 << 20) // page_bytes
-    host = torch.empty((count, page_bytes), dtype=torch.uint8, pin_memory=setup.device.type == "cuda").random_()
+    host = torch.empty(
+        (count, page_bytes), dtype=torch.uint8, pin_memory=setup.device.type == "cuda"
+    ).random_()
     target = torch.empty((count, page_bytes), dtype=torch.uint8, device=setup.device)
     order = random.Random(0).sample(range(count), count)
 
@@ -63,7 +68,12 @@ def _scattered(setup: Setup, model: ModelShape) -> Figures:
         if span < bench.arena.num_pages:
             work = bench.attention(rows, context, pages=scattered_pages(count, span))
             us_by_gib[gib] = 1e6 * call_s(work.run, setup.device)
-    return {"measured": max(us_by_gib.values()), "floor": us_by_gib[0], "unit": "us", "us_by_gib": us_by_gib}
+    return {
+        "measured": max(us_by_gib.values()),
+        "floor": us_by_gib[0],
+        "unit": "us",
+        "us_by_gib": us_by_gib,
+    }
 
 
 def scattered_pages(count: int, span: int) -> list[int]:

@@ -43,8 +43,19 @@ def _phases(setup: Setup) -> Figures:
         quiet = phase(setup, refs[:NUM_RESIDENT], setup.sized(PHASE_S, 0.3))
         swaps = phase(setup, refs, setup.sized(PHASE_S, 0.3))
     floor = quiet["step_ms"]["p99"]
-    figures = {"measured": swaps["step_ms"]["p99"], "floor": floor, "goal": GOAL_SWAPS * floor, "unit": "ms, p99"}
-    return {**figures, "quiet": quiet, "swaps": swaps, "compiles": dict(watch.counts), "ok": not watch.counts}
+    figures = {
+        "measured": swaps["step_ms"]["p99"],
+        "floor": floor,
+        "goal": GOAL_SWAPS * floor,
+        "unit": "ms, p99",
+    }
+    return {
+        **figures,
+        "quiet": quiet,
+        "swaps": swaps,
+        "compiles": dict(watch.counts),
+        "ok": not watch.counts,
+    }
 
 
 def phase(setup: Setup, refs: Sequence[AdapterRef], seconds: float) -> dict[str, Any]:
@@ -54,7 +65,9 @@ def phase(setup: Setup, refs: Sequence[AdapterRef], seconds: float) -> dict[str,
     steps, tokens = list[float](), 0
     loads_before, start_s = sum(engine.core.status().loads.values()), time.perf_counter()
     while time.perf_counter() - start_s < seconds or len(steps) < LEAST_STEPS:
-        while len(live) < MAX_RUNNING + MAX_RUNNING // 2:  # some wait while their adapters are loaded
+        while (
+            len(live) < MAX_RUNNING + MAX_RUNNING // 2
+        ):  # some wait while their adapters are loaded
             prompt = draw_prompt(setup, size(PROMPT_TOKENS, 8))
             request = greedy_request(next(ids), prompt, size(OUTPUT_TOKENS, 4), draw.choice(refs))
             engine.submit(request)
@@ -68,4 +81,9 @@ def phase(setup: Setup, refs: Sequence[AdapterRef], seconds: float) -> dict[str,
     tokens_per_s = tokens / (time.perf_counter() - start_s)
     engine.abort(sorted(live))
     loads = sum(engine.core.status().loads.values()) - loads_before
-    return {"step_ms": distribution(steps, 1e3), "steps": len(steps), "loads": loads, "tokens_per_s": tokens_per_s}
+    return {
+        "step_ms": distribution(steps, 1e3),
+        "steps": len(steps),
+        "loads": loads,
+        "tokens_per_s": tokens_per_s,
+    }

@@ -23,7 +23,15 @@ from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
 from manylora.benchmarks.engine.stored import store_adapters
 from manylora.benchmarks.model_shapes import ALL_LINEAR, MODELS, QWEN, ModelShape
 from manylora.benchmarks.qwen_shape import save_random_adapter
-from manylora.config import AdapterConfig, Config, Device, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.config import (
+    AdapterConfig,
+    Config,
+    Device,
+    KvDtype,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from manylora.engine.model import weights as weights_module
 from manylora.engine.model.spec import expected_tensors
 from manylora.engine.model.weights import _Checkpoint
@@ -101,14 +109,22 @@ class Setup:
         Its weights are random numbers that the device makes: no checkpoint is read.
         """
         size = self.sized
-        fields = {"architectures": ["LlamaForCausalLM"], **self.model.config_fields(), "vocab_size": self.vocab_size}
+        fields = {
+            "architectures": ["LlamaForCausalLM"],
+            **self.model.config_fields(),
+            "vocab_size": self.vocab_size,
+        }
         sizes = {"tie_word_embeddings": False, "max_position_embeddings": 8192}
         (self.folder / "config.json").write_text(json.dumps(fields | sizes))
         device: Device = "cpu" if self.is_tiny else "cuda"
-        model = ModelConfig(path=str(self.folder), device=device, dtype="bfloat16", cuda_graphs=not self.is_eager)
+        model = ModelConfig(
+            path=str(self.folder), device=device, dtype="bfloat16", cuda_graphs=not self.is_eager
+        )
         config = Config(
             model=model,
-            memory=MemoryConfig(gib=size(16.0, 1 / 128), host_gib=size(20.0, 1 / 16), prefix_cache=False),
+            memory=MemoryConfig(
+                gib=size(16.0, 1 / 128), host_gib=size(20.0, 1 / 16), prefix_cache=False
+            ),
             scheduler=SchedulerConfig(max_running=MAX_RUNNING, step_tokens=size(2048, 256)),
             adapter=AdapterConfig(max_rank=64),
         )
@@ -126,12 +142,16 @@ class Setup:
         return store_adapters(self.engine.parts.ready, self.engine.blob_dir, folders, count)
 
 
-def random_tensor(checkpoint: _Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+def random_tensor(
+    checkpoint: _Checkpoint, name: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Stands for `_Checkpoint.tensor`: ones where norms are, normally distributed numbers elsewhere."""
     shape = expected_tensors(checkpoint._spec)[name]
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype or checkpoint._dtype, device=checkpoint._device)
-    return torch.randn(shape, dtype=dtype or checkpoint._dtype, device=checkpoint._device).mul_(0.02)
+    return torch.randn(shape, dtype=dtype or checkpoint._dtype, device=checkpoint._device).mul_(
+        0.02
+    )
 
 
 def release(device: torch.device) -> bool:
@@ -151,5 +171,13 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"gpu": None}
     query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"]
-    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which(query[0]) else ""
-    return {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "nvidia_smi": told.splitlines()}
+    told = (
+        subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        if shutil.which(query[0])
+        else ""
+    )
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "nvidia_smi": told.splitlines(),
+    }

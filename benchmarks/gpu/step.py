@@ -47,7 +47,8 @@ def cases(setup: Setup) -> Cases:
 def trace_cases(setup: Setup) -> Cases:
     """Decode steps with the whole trace of the profiler."""
     return {
-        f"decode, 32 rows, {count} adapters": partial(_decode, setup, 32, count, has_trace=True) for count in (0, 32)
+        f"decode, 32 rows, {count} adapters": partial(_decode, setup, 32, count, has_trace=True)
+        for count in (0, 32)
     }
 
 
@@ -56,15 +57,22 @@ def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> 
     base_ms = _decode(setup, rows, 0)["measured"] if count else 0.0
     context, steps, ranks = setup.sized(1024, 32), setup.sized(STEPS, 3), [RANK] * count
     middle = context + steps // 2
-    floor_s = floors.decode_floor_s(setup.model, setup.vocab_size, rows, middle, ranks, setup.machine)
-    prompts, refs = [draw_prompt(setup, context) for _ in range(rows)], setup.adapters((RANK,), count)
+    floor_s = floors.decode_floor_s(
+        setup.model, setup.vocab_size, rows, middle, ranks, setup.machine
+    )
+    prompts, refs = (
+        [draw_prompt(setup, context) for _ in range(rows)],
+        setup.adapters((RANK,), count),
+    )
     with decoding(setup, prompts, refs), CompileWatch() as watch:
         seconds = [setup.engine.pump() for _ in range(WARM_UP_STEPS + steps)][WARM_UP_STEPS:]
         work = device_work(setup, f"trace-{count}.json.gz" if has_trace else "")
     return {
         "measured": 1e3 * statistics.median(seconds),
         "floor": 1e3 * floor_s,
-        "goal": floors.GOAL_ADAPTERS[count] * base_ms if count else 1e3 * floors.GOAL_BASE * floor_s,
+        "goal": floors.GOAL_ADAPTERS[count] * base_ms
+        if count
+        else 1e3 * floors.GOAL_BASE * floor_s,
         "unit": "ms",
         "slowest": 1e3 * max(seconds),
         **work,
@@ -76,17 +84,30 @@ def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> 
 def _prompt(setup: Setup, tokens: int, count: int) -> Figures:
     """A prompt. The goal of one with an adapter is a multiple of the base's, which is measured with it (E3)."""
     goal = {"goal": floors.GOAL_PROMPT * _prompt(setup, tokens, 0)["measured"]} if count else {}
-    prompt, refs, seconds = draw_prompt(setup, tokens), setup.adapters((RANK,), count), list[float]()
+    prompt, refs, seconds = (
+        draw_prompt(setup, tokens),
+        setup.adapters((RANK,), count),
+        list[float](),
+    )
     for _ in range(6):
         start_s = time.perf_counter()
         with decoding(setup, [prompt], refs):
             seconds.append(time.perf_counter() - start_s)
-    floor_s = floors.prompt_floor_s(setup.model, setup.vocab_size, tokens, [RANK] * count, setup.machine)
-    return {"measured": 1e3 * statistics.median(seconds[1:]), "floor": 1e3 * floor_s, "unit": "ms", **goal}
+    floor_s = floors.prompt_floor_s(
+        setup.model, setup.vocab_size, tokens, [RANK] * count, setup.machine
+    )
+    return {
+        "measured": 1e3 * statistics.median(seconds[1:]),
+        "floor": 1e3 * floor_s,
+        "unit": "ms",
+        **goal,
+    }
 
 
 @contextmanager
-def decoding(setup: Setup, prompts: Sequence[list[int]], refs: Sequence[AdapterRef]) -> Iterator[None]:
+def decoding(
+    setup: Setup, prompts: Sequence[list[int]], refs: Sequence[AdapterRef]
+) -> Iterator[None]:
     """Requests that decode in the block, for these adapters in turn or for the base.
 
     Raises:
@@ -94,7 +115,9 @@ def decoding(setup: Setup, prompts: Sequence[list[int]], refs: Sequence[AdapterR
     """
     programs = setup.engine.core._runner._programs
     if programs and not programs.num_recorded and not setup.is_eager:
-        raise EngineError("no step could be captured as a CUDA graph; the log above says why. --eager needs none")
+        raise EngineError(
+            "no step could be captured as a CUDA graph; the log above says why. --eager needs none"
+        )
     requests = setup.engine.submit_endless(prompts, refs or [None])
     try:
         setup.engine.pump_until_decoding(requests)
@@ -110,13 +133,18 @@ def draw_prompt(setup: Setup, tokens: int) -> list[int]:
 
 def device_work(setup: Setup, trace: str) -> dict[str, Any]:
     """What the device did in some steps; with a file name, the whole trace goes there."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setup.device.type == "cuda" else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if setup.device.type == "cuda" else []),
+    ]
     with profile(activities=activities) as profiler:
         for _ in range(PROFILED_STEPS):
             setup.engine.pump()
     if trace:
         profiler.export_chrome_trace(str(setup.out / trace))
-    return count_work(event for event in profiler.key_averages() if event.device_type.name == "CUDA")
+    return count_work(
+        event for event in profiler.key_averages() if event.device_type.name == "CUDA"
+    )
 
 
 def count_work(events: Iterable[Any]) -> dict[str, Any]:
@@ -124,5 +152,14 @@ def count_work(events: Iterable[Any]) -> dict[str, Any]:
     longest = sorted(events, key=lambda event: -event.self_device_time_total)
     calls = {event.key: event.count / PROFILED_STEPS for event in longest}
     us = {event.key: event.self_device_time_total / PROFILED_STEPS for event in longest}
-    launches = sum(count for name, count in calls.items() if not name.startswith(("Memcpy HtoD", "Memcpy DtoH")))
-    return {"launches": launches, "device_ms": sum(us.values()) / 1e3, "kernel_calls": calls, "kernel_us": us}
+    launches = sum(
+        count
+        for name, count in calls.items()
+        if not name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
+    )
+    return {
+        "launches": launches,
+        "device_ms": sum(us.values()) / 1e3,
+        "kernel_calls": calls,
+        "kernel_us": us,
+    }

@@ -63,7 +63,9 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: There is no CUDA device, or the verb needs one.
     """
     if options.cpu and options.verb != "kernels":
-        raise ConfigError("--cpu is for kernels alone. The other verbs take a GPU, or toy sizes with --tiny.")
+        raise ConfigError(
+            "--cpu is for kernels alone. The other verbs take a GPU, or toy sizes with --tiny."
+        )
     if not (options.tiny or options.cpu or torch.cuda.is_available()):
         raise ConfigError(
             f"torch {torch.__version__} sees no CUDA device. Run it where there is one, or try the verbs out on a CPU "
@@ -88,7 +90,11 @@ def run(options: argparse.Namespace) -> int:
     ways = {"eager": options.eager, "cpu": options.cpu, "int8": options.kv_dtype == "int8"}
     name = "-".join([options.verb, *(way for way, is_taken in ways.items() if is_taken)])
     log = CaseLog(setup.out / f"{name}.json", about)
-    cases = {name: case for name, case in VERBS[options.verb](setup).items() if re.search(options.only, name)}
+    cases = {
+        name: case
+        for name, case in VERBS[options.verb](setup).items()
+        if re.search(options.only, name)
+    }
     with setup.stack:
         return log.run(cases, options.seconds, partial(release, setup.device))
 
@@ -97,7 +103,11 @@ def run_first(options: argparse.Namespace) -> int:
     """Run pieces of the verbs, each in a process of its own; returns the exit status."""
     device = torch.device("cpu" if options.tiny else "cuda")
     setup = Setup(device=device, out=options.out.resolve(), is_tiny=options.tiny)
-    handed_on = ["--jobs", str(options.jobs), *(["--commit", options.commit] if options.commit else [])]
+    handed_on = [
+        "--jobs",
+        str(options.jobs),
+        *(["--commit", options.commit] if options.commit else []),
+    ]
     return first.FirstLook(
         out=setup.out,
         options=[*handed_on, *(["--tiny"] if options.tiny else [])],
@@ -112,12 +122,32 @@ def add_options(add: AddOption) -> None:
     """Add its options."""
     add("verb", choices=[FIRST, *VERBS])
     out = environment().get("OUT")
-    add("--out", type=Path, default=out, required=not out, help="folder of the results, which are kept; else $OUT")
-    add("--seconds", type=float, default=540.0, help="stop before a case that would not end within these seconds")
+    add(
+        "--out",
+        type=Path,
+        default=out,
+        required=not out,
+        help="folder of the results, which are kept; else $OUT",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=540.0,
+        help="stop before a case that would not end within these seconds",
+    )
     add("--jobs", type=positive, default=1, help="processes for tests")
     add("--only", default="", help="a pattern: run only cases whose names have it")
     add("--eager", action="store_true", help="launch each kernel of a decode step: no CUDA graphs")
-    add("--kv-dtype", choices=get_args(KvDtype), default="auto", help="of the keys and values of operations")
-    add("--cpu", action="store_true", help="with kernels: time them on this CPU, in the shape of Qwen2.5-0.5B")
+    add(
+        "--kv-dtype",
+        choices=get_args(KvDtype),
+        default="auto",
+        help="of the keys and values of operations",
+    )
+    add(
+        "--cpu",
+        action="store_true",
+        help="with kernels: time them on this CPU, in the shape of Qwen2.5-0.5B",
+    )
     add("--commit", default="", help="the commit, where this is not a checkout")
     add("--tiny", action="store_true", help="toy sizes on a CPU, to try the verbs out")

@@ -44,7 +44,9 @@ def _beside(setup: Setup, rows: int, context: int, query: int) -> Figures:
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
     sizes = (model.num_heads, model.num_kv_heads, model.head_dim, geometry.page_tokens)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-    wrapper.plan(starts * query, starts * blocks, indices, last, *sizes, causal=True, q_data_type=DTYPE)
+    wrapper.plan(
+        starts * query, starts * blocks, indices, last, *sizes, causal=True, q_data_type=DTYPE
+    )
     ours = bench.attention(rows, context, query, pages=pages, q=q)
     theirs = replace(ours, run=lambda call: wrapper.run(q, bench.arena.kv(call % bench.num_layers)))
     difference = relative_error(result(theirs), result(ours))

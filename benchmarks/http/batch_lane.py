@@ -40,9 +40,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         batch_id = _start(client, options, served.models)
         _until(client, batch_id, "in_progress", "completed")
         beside = uvloop.run(load.send(served))
-        done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"]["completed"]
+        done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"][
+            "completed"
+        ]
         ended = _until(client, batch_id, "completed")
-    counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])
+    counts, seconds = (
+        ended["request_counts"],
+        max(1, ended["finalizing_at"] - ended["in_progress_at"]),
+    )
     lines_per_s = counts["completed"] / seconds
     rates = {"lines_per_s": lines_per_s, "output_tokens_per_s": lines_per_s * options.line_tokens}
     loads = {"alone": _figures(alone), "beside": _figures(beside)}
@@ -61,9 +66,15 @@ def _start(client: Client, options: argparse.Namespace, models: Sequence[str]) -
     lines = []
     for number in range(options.lines):
         prompt = [rng.randrange(5, options.vocab_size) for _ in range(options.line_prompt)]
-        body = {"model": models[number % len(models)], "prompt": prompt, "max_tokens": options.line_tokens}
+        body = {
+            "model": models[number % len(models)],
+            "prompt": prompt,
+            "max_tokens": options.line_tokens,
+        }
         body["ignore_eos"] = True
-        lines.append(json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body}))
+        lines.append(
+            json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body})
+        )
     content = {"file": ("lines.jsonl", "\n".join(lines).encode())}
     file = client.request("POST", "/v1/files", data={"purpose": "batch"}, files=content)
     wanted = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
@@ -81,10 +92,15 @@ def _until(client: Client, batch_id: str, *statuses: str) -> dict[str, Any]:
 def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[dict[str, Any]]:
     alone, beside = loads["alone"], loads["beside"]
     later = (beside["ttft_p95_ms"] - alone["ttft_p95_ms"]) / alone["tpot_p50_ms"]
-    targets_ms = [float(setting.removeprefix(_TARGET)) for setting in settings if setting.startswith(_TARGET)]
+    targets_ms = [
+        float(setting.removeprefix(_TARGET)) for setting in settings if setting.startswith(_TARGET)
+    ]
     return [
         goal("TTFT p95 beside the batch, steps more than alone", later, MAX_STEPS_MORE),
-        *(goal("time per token p95, ms", beside["tpot_p95_ms"], target_ms) for target_ms in targets_ms),
+        *(
+            goal("time per token p95, ms", beside["tpot_p95_ms"], target_ms)
+            for target_ms in targets_ms
+        ),
     ]
 
 
@@ -92,7 +108,11 @@ def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
     found = summarise(records)
     if found["errors"] == len(records):
         raise ManyloraError(f"no interactive request succeeded: {records[0].error}")
-    times = {f"{kind}_{at}_ms": found[f"{kind}_ms"][at] for kind in ("ttft", "tpot") for at in ("p50", "p95")}
+    times = {
+        f"{kind}_{at}_ms": found[f"{kind}_ms"][at]
+        for kind in ("ttft", "tpot")
+        for at in ("p50", "p95")
+    }
     return {"errors": found["errors"], **times}
 
 

@@ -79,13 +79,18 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     errors = {name: sum(run["errors"] for run in each) for name, each in runs.items()}
     return {
         "figures": figures,
-        "ratios": {figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in FIGURES},
+        "ratios": {
+            figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in FIGURES
+        },
         "errors": {name: {"errors": count} for name, count in errors.items()},
         "table": [
-            {"": figure, **{name: each[figure]["median"] for name, each in figures.items()}} for figure in FIGURES
+            {"": figure, **{name: each[figure]["median"] for name, each in figures.items()}}
+            for figure in FIGURES
         ],
         "failures": [
-            f"{name}: {count} requests failed or were answered wrongly" for name, count in errors.items() if count
+            f"{name}: {count} requests failed or were answered wrongly"
+            for name, count in errors.items()
+            if count
         ],
     }
 
@@ -93,7 +98,11 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def add_options(add: AddOption) -> None:
     """Add its options."""
     add("--peer", required=True, help="base URL with /v1 of the other server")
-    add("--peer-models", required=True, help="its names for the same models, comma-separated, the base first")
+    add(
+        "--peer-models",
+        required=True,
+        help="its names for the same models, comma-separated, the base first",
+    )
     add("--peer-key", default="", help="its API key")
     add("--peer-name", default="peer", help="what to call it")
     add("--peer-about", default="", help="its version and how it was started, for the result")

@@ -117,10 +117,19 @@ class Arm:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all arms on a server that is started for them."""
     many = options.replicas
-    with many_servers(options.model, options.set, many) if many else plain_server(options.model, options.set) as server:
+    with (
+        many_servers(options.model, options.set, many)
+        if many
+        else plain_server(options.model, options.set) as server
+    ):
         arms = make_arms(options, server)
         carry_out(options, server, arms["all"], repeat=0)  # warms up
-        runs = take_turns(arms, options.repeats, lambda name, repeat: carry_out(options, server, arms[name], repeat), 1)
+        runs = take_turns(
+            arms,
+            options.repeats,
+            lambda name, repeat: carry_out(options, server, arms[name], repeat),
+            1,
+        )
     return make_result(runs)
 
 
@@ -140,16 +149,24 @@ def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
     few = adapters("flood", 5, 0)
     quiet = (keys["quiet"], adapters("quiet", 1, _OTHERS)[0])
     arms = {"alone": Arm((), quiet)}
-    for name, models in (("one", few[:1]), ("all", [BASE_NAME, *few]), ("hundred", adapters("flood", options.many, 5))):
+    for name, models in (
+        ("one", few[:1]),
+        ("all", [BASE_NAME, *few]),
+        ("hundred", adapters("flood", options.many, 5)),
+    ):
         arms[name] = Arm((group("flood", models),), quiet)
-    arms["same"] = Arm((group("flood", few[:1]),), (keys["flood"], adapters("flood", 1, _OTHERS + 1)[0]))
+    arms["same"] = Arm(
+        (group("flood", few[:1]),), (keys["flood"], adapters("flood", 1, _OTHERS + 1)[0])
+    )
     both = tuple(group(name, adapters(name, 1, 0), options.streams // 2) for name in WEIGHTS)
     for tenant, weight in WEIGHTS.items():
         server.admin.update_tenant(tenant, weight=weight)
     return {**arms, "weights": Arm(both, None)}
 
 
-def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int) -> dict[str, Any]:
+def carry_out(
+    options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int
+) -> dict[str, Any]:
     """Run one arm once; spans with and without the quiet requests take turns.
 
     The speed of a shared machine drifts by more in a minute than what a quiet tenant takes, and the flood's streams
@@ -172,7 +189,10 @@ def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: 
     server.wait_idle()
     check_replies(itertools.chain(replies, *report.replies))
     rates = {
-        name: [statistics.mean(tokens_per_s(group, *span) for span in turns) for group in report.replies]
+        name: [
+            statistics.mean(tokens_per_s(group, *span) for span in turns)
+            for group in report.replies
+        ]
         for name, turns in spans.items()
     }
     return {
@@ -221,7 +241,10 @@ def run_clients(pipe: Connection, groups: Sequence[Streams]) -> None:
 
 async def _keep_open(pipe: Connection, groups: Sequence[Streams]) -> None:
     report = FloodReport([[] for _ in groups], [])
-    loops = (closed_loop(each.calls(), each.count, found) for each, found in zip(groups, report.replies, strict=True))
+    loops = (
+        closed_loop(each.calls(), each.count, found)
+        for each, found in zip(groups, report.replies, strict=True)
+    )
     tasks = [asyncio.create_task(each) for each in (*loops, watch_delay(report.delays_s))]
     pipe.send(None)
     await asyncio.to_thread(pipe.recv)
@@ -244,7 +267,12 @@ def _num_steps(server: OwnServer) -> int:
 
 
 async def _ask_quietly(
-    options: argparse.Namespace, server: OwnServer, key: str, model: str, replies: list[Reply], delays_s: list[float]
+    options: argparse.Namespace,
+    server: OwnServer,
+    key: str,
+    model: str,
+    replies: list[Reply],
+    delays_s: list[float],
 ) -> None:
     """Send one request at a time until the time is over; the first one, which connects, does not count."""
     watch = asyncio.create_task(watch_delay(delays_s))
@@ -253,13 +281,17 @@ async def _ask_quietly(
         key, time.perf_counter_ns(), server.other_url
     )  # a prompt that was seen before measures the prefix cache
     with contextlib.closing(calls.client):
-        await calls.make(model, options.prompt_tokens, options.quiet_tokens, 0).send(first := Reply(model, due_s=0.0))
+        await calls.make(model, options.prompt_tokens, options.quiet_tokens, 0).send(
+            first := Reply(model, due_s=0.0)
+        )
         check_replies([first])
         end_s = time.perf_counter() + options.seconds / TURNS
         while time.perf_counter() < end_s:
             await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
             replies.append(Reply(model, due_s=time.perf_counter()))
-            await calls.make(model, options.prompt_tokens, options.quiet_tokens, len(replies)).send(replies[-1])
+            await calls.make(model, options.prompt_tokens, options.quiet_tokens, len(replies)).send(
+                replies[-1]
+            )
     watch.cancel()
 
 
@@ -271,16 +303,35 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     for name, arm in arms.items():
         ttft, step_ms = arm["ttft_ms"], arm["flood_step_ms"]
         kept = arm["kept"] and arm["kept"]["median"]
-        times = {f"TTFT {key}, ms": value for key, value in ttft.items()} | {"p95 / alone": ttft["p95"] / alone}
+        times = {f"TTFT {key}, ms": value for key, value in ttft.items()} | {
+            "p95 / alone": ttft["p95"] / alone
+        }
         flooding = {"flood step, ms": step_ms, "flood tokens/s": arm["tokens_per_s"], "kept": kept}
-        table.append({"arm": name, **times, "client late p99, ms": arm["client_delay_ms"]["p99"], **flooding})
+        table.append(
+            {"arm": name, **times, "client late p99, ms": arm["client_delay_ms"]["p99"], **flooding}
+        )
         if name == "weights":
             ratio = arm["rates"][0] / arm["rates"][1] / (WEIGHTS["heavy"] / WEIGHTS["light"])
-            goals.append(goal("weights 3:1: error of the ratio of tokens/s", abs(ratio - 1), MAX_WEIGHT_ERROR))
+            goals.append(
+                goal(
+                    "weights 3:1: error of the ratio of tokens/s", abs(ratio - 1), MAX_WEIGHT_ERROR
+                )
+            )
         elif name != "alone":
-            limit = MAX_SAME_RATIO * alone if name == "same" else max(MAX_RATIO * alone, MAX_STEPS * step_ms)
+            limit = (
+                MAX_SAME_RATIO * alone
+                if name == "same"
+                else max(MAX_RATIO * alone, MAX_STEPS * step_ms)
+            )
             goals.append(goal(f"{name}: quiet TTFT p95, ms", ttft["p95"], limit))
-            goals.append(goal(f"{name}: part of its tokens/s that the flood keeps", kept, MIN_KEPT, is_least=True))
+            goals.append(
+                goal(
+                    f"{name}: part of its tokens/s that the flood keeps",
+                    kept,
+                    MIN_KEPT,
+                    is_least=True,
+                )
+            )
             goals.append(goal(f"{name}: quiet requests refused", arm["refused"], 0))
     return {"arms": arms, "table": table, "goals": goals}
 
@@ -291,7 +342,11 @@ def _arm_result(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rates = [sum(each) / len(each) for each in zip(*(run["rates"] for run in runs), strict=True)]
     return {
         "requests": len(ttft),
-        "ttft_ms": {"p50": percentile(ttft, 50), "p95": percentile(ttft, 95), "max": max(ttft, default=None)},
+        "ttft_ms": {
+            "p50": percentile(ttft, 50),
+            "p95": percentile(ttft, 95),
+            "max": max(ttft, default=None),
+        },
         "ttft_p95_ms_by_repeat": [percentile(run["ttft_ms"], 95) for run in runs],
         **{name: distribution([value for run in runs for value in run[name]]) for name in delays},
         **{name: sum(run[name] for run in runs) for name in ("refused", "flood_refused")},
@@ -305,11 +360,23 @@ def _arm_result(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def add_options(add: AddOption) -> None:
     """Add its options."""
     add_demo_options(add)
-    add("--seconds", type=float, default=20.0, help="of an arm with the quiet requests, and without")
+    add(
+        "--seconds", type=float, default=20.0, help="of an arm with the quiet requests, and without"
+    )
     add("--repeats", type=positive, default=3)
-    add("--replicas", type=int, default=0, help="behind two gateways; 0 is one server that serves by itself")
+    add(
+        "--replicas",
+        type=int,
+        default=0,
+        help="behind two gateways; 0 is one server that serves by itself",
+    )
     add("--streams", type=positive, default=200, help="that the flood keeps open")
-    add("--many", type=positive, default=100, help="adapters of the flood in the arm that is called hundred")
+    add(
+        "--many",
+        type=positive,
+        default=100,
+        help="adapters of the flood in the arm that is called hundred",
+    )
     add("--flood-tokens", type=positive, default=400, help="output tokens of a stream of the flood")
     add("--quiet-tokens", type=positive, default=16, help="output tokens of a quiet request")
     add("--prompt-tokens", type=positive, default=32)

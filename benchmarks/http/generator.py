@@ -116,7 +116,9 @@ class Calls:
         return Call(self.client, model, prompt_tokens, output_tokens, orjson.dumps(body))
 
 
-async def open_loop(calls: Sequence[Call], arrivals_s: Sequence[float], replies: list[Reply]) -> None:
+async def open_loop(
+    calls: Sequence[Call], arrivals_s: Sequence[float], replies: list[Reply]
+) -> None:
     """Send each request so many seconds after the start, and wait for all answers."""
     start_s = time.perf_counter()
 
@@ -155,13 +157,17 @@ def check_replies(replies: Iterable[Reply]) -> None:
     Raises:
         ManyloraError: One failed.
     """
-    if failed := next((reply.error for reply in replies if reply.error and not reply.is_refused), None):
+    if failed := next(
+        (reply.error for reply in replies if reply.error and not reply.is_refused), None
+    ):
         raise ManyloraError(f"A request failed: {failed}")
 
 
 def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> float:
     """Tokens that came within a span, per second of it."""
-    return sum(start_s <= at < end_s for reply in replies for at in reply.token_times_s) / (end_s - start_s)
+    return sum(start_s <= at < end_s for reply in replies for at in reply.token_times_s) / (
+        end_s - start_s
+    )
 
 
 async def watch_delay(delays_s: list[float]) -> None:

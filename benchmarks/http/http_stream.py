@@ -39,13 +39,19 @@ class EventClient:
     def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url must start with http:// or https:// and name a host, got {url!r}", param="url")
+            raise ConfigError(
+                f"url must start with http:// or https:// and name a host, got {url!r}", param="url"
+            )
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
         self._idle: list[_Connection] = []
-        fixed = {"Host": parts.netloc, "Content-Type": "application/json", "Accept": "text/event-stream"}
+        fixed = {
+            "Host": parts.netloc,
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+        }
         if key:
             fixed["Authorization"] = f"Bearer {key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
@@ -98,7 +104,9 @@ class EventClient:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        _, connection = await loop.create_connection(
+            _Connection, self._host, self._port, ssl=self._tls
+        )
         return connection
 
 
@@ -152,7 +160,11 @@ class _Connection(asyncio.Protocol):
         """Take the closing as the end of an answer that does not say how long it is; else it is an error."""
         if self._end is None or self._end.done():
             return
-        if self.status and exc is None and not self._headers.keys() & {b"content-length", b"transfer-encoding"}:
+        if (
+            self.status
+            and exc is None
+            and not self._headers.keys() & {b"content-length", b"transfer-encoding"}
+        ):
             self._end.set_result(False)
         else:
             self._end.set_exception(exc or ConnectionError(_CUT))

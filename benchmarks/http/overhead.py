@@ -25,7 +25,14 @@ from manylora.benchmarks.http.generator import LoadSettings
 from manylora.benchmarks.http.own_server import Served, own_server
 from manylora.benchmarks.http.serve import Load
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, positive, spread, spread_rows, take_turns
+from manylora.benchmarks.report import (
+    DEFAULT_CACHE,
+    AddOption,
+    positive,
+    spread,
+    spread_rows,
+    take_turns,
+)
 from manylora.benchmarks.workloads import TimedRequest
 from manylora.errors import ConfigError, ManyloraError
 
@@ -41,7 +48,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ManyloraError: A request failed.
     """
     if not 2 <= options.output_tokens <= MAX_STEPS:
-        raise ConfigError(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
+        raise ConfigError(
+            f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}"
+        )
     base, _ = make_checkpoints(options.cache)
     with (
         own_server(str(base), [], server_settings(options.requests)) as served,
@@ -49,14 +58,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ):
 
         def run(name: str, round_: int) -> dict[str, float]:
-            return in_process(engine, options) if name == "engine" else over_http(served, options, round_)
+            return (
+                in_process(engine, options)
+                if name == "engine"
+                else over_http(served, options, round_)
+            )
 
         return make_result(take_turns(("engine", "server"), options.repeats, run))
 
 
 def server_settings(requests: int) -> list[str]:
     """The server's settings, as the engine in this process has them."""
-    model = ["model.dtype=bfloat16", "memory.gib=1", "memory.host_gib=0.75", "memory.prefix_cache=false"]
+    model = [
+        "model.dtype=bfloat16",
+        "memory.gib=1",
+        "memory.host_gib=0.75",
+        "memory.prefix_cache=false",
+    ]
     step_tokens = max(2048, requests * PROMPT_TOKENS)
     return [*model, f"scheduler.max_running={requests}", f"scheduler.step_tokens={step_tokens}"]
 
@@ -66,7 +84,10 @@ def in_process(engine: OwnEngine, options: argparse.Namespace) -> dict[str, floa
     case = Case("decode", options.requests, [None])
     step_s, _ = timed_steps(engine, case, options.output_tokens, PartClock())
     told = engine.core.status().last_steps[-options.output_tokens :]
-    return {"step": statistics.median(step_s), "computed": statistics.median(step.seconds for step in told)}
+    return {
+        "step": statistics.median(step_s),
+        "computed": statistics.median(step.seconds for step in told),
+    }
 
 
 def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[str, float]:
@@ -81,13 +102,18 @@ def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[st
 
 def make_result(runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any]:
     """Medians in ms, and shares of a step, taken within rounds."""
-    rounds = [engine | server for engine, server in zip(runs["engine"], runs["server"], strict=True)]
+    rounds = [
+        engine | server for engine, server in zip(runs["engine"], runs["server"], strict=True)
+    ]
 
     def share(over: str, under: str) -> dict[str, Any]:
         return spread([(each[over] - each[under]) / each["step"] for each in rounds])
 
     found = {
-        "ms": {name: spread([1e3 * each[name] for each in rounds]) for name in ("computed", "step", "gap over HTTP")},
+        "ms": {
+            name: spread([1e3 * each[name] for each in rounds])
+            for name in ("computed", "step", "gap over HTTP")
+        },
         "share of a step": {
             "planning": share("step", "computed"),
             "processes and HTTP": share("gap over HTTP", "step"),

@@ -35,7 +35,15 @@ from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.generator import Call, Calls, Reply, check_replies, closed_loop, tokens_per_s, watch_delay
+from manylora.benchmarks.http.generator import (
+    Call,
+    Calls,
+    Reply,
+    check_replies,
+    closed_loop,
+    tokens_per_s,
+    watch_delay,
+)
 from manylora.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
 from manylora.benchmarks.metrics import distribution
 from manylora.benchmarks.report import AddOption, goal, positive
@@ -103,7 +111,10 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
             clients.enter_context(contextlib.closing(made.client))
             calls[name] = vary_lengths(made, own_adapter[0], options, place)
         capacity, busy_s = await measure_capacity(options, calls)
-        print(f"capacity {capacity:.1f} requests/s, quiet TTFT beside it {1e3 * busy_s:.1f} ms", file=sys.stderr)
+        print(
+            f"capacity {capacity:.1f} requests/s, quiet TTFT beside it {1e3 * busy_s:.1f} ms",
+            file=sys.stderr,
+        )
         phases = []
         for factor in options.factors:
             phase = Phase(plan_visits(options, calls, capacity, factor))
@@ -119,17 +130,23 @@ def vary_lengths(made: Calls, model: str, options: argparse.Namespace, seed: int
     """Endless requests with answers of a half to three halves of --output-tokens."""
     draw, length = random.Random(seed), options.output_tokens
     for index in itertools.count():
-        yield made.make(model, options.input_tokens, draw.randint(length // 2, 3 * length // 2), index)
+        yield made.make(
+            model, options.input_tokens, draw.randint(length // 2, 3 * length // 2), index
+        )
 
 
-async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]) -> tuple[float, float]:
+async def measure_capacity(
+    options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]
+) -> tuple[float, float]:
     """Capacity, by a closed loop of the tenants in their shares with the quiet tenant beside it.
 
     Returns:
         Requests per second while it is full, and the median TTFT of the quiet tenant in seconds.
     """
     draw = random.Random(options.seed)
-    mixed = (next(calls[draw.choices(list(SHARES), list(SHARES.values()))[0]]) for _ in itertools.count())
+    mixed = (
+        next(calls[draw.choices(list(SHARES), list(SHARES.values()))[0]]) for _ in itertools.count()
+    )
     replies: list[Reply] = []
     quiet: list[Reply] = []
     start_s = time.perf_counter() + options.capacity_seconds / 3
@@ -159,7 +176,9 @@ def plan_visits(
     return sorted(visits, key=lambda visit: visit.arrival_s)
 
 
-async def carry_out(options: argparse.Namespace, phase: Phase, quiet: Iterator[Call], normal_s: float) -> None:
+async def carry_out(
+    options: argparse.Namespace, phase: Phase, quiet: Iterator[Call], normal_s: float
+) -> None:
     """Send every client when it is due; then wait for a normal quiet TTFT, and for the clients that still try."""
     watch = asyncio.create_task(watch_delay(phase.delays_s))
     phase.start_s = time.perf_counter()
@@ -218,7 +237,9 @@ async def _until_normal(quiet: Iterator[Call], normal_s: float) -> float:
     return since_s
 
 
-def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, factor: float) -> dict[str, Any]:
+def phase_result(
+    options: argparse.Namespace, phase: Phase, capacity: float, factor: float
+) -> dict[str, Any]:
     """What one phase came to; the time of a refusal counts from its sending."""
     filled_s, end_s = phase.start_s + _FILLED * options.seconds, phase.start_s + options.seconds
     replies = [reply for visit in phase.visits for reply in visit.tries]
@@ -231,7 +252,9 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
         "offered_per_s": len(phase.visits) / options.seconds,
         "sent_per_s": len(replies) / options.seconds,
         "goodput": tokens_per_s(good, filled_s, end_s) / (capacity * options.output_tokens),
-        "statuses": dict(Counter(str(reply.status or reply.error or "cut at the end") for reply in replies)),
+        "statuses": dict(
+            Counter(str(reply.status or reply.error or "cut at the end") for reply in replies)
+        ),
         "ttft_ms": distribution([reply.ttft_s for reply in replies], 1e3),
         "quiet_ttft_ms": distribution([reply.ttft_s for reply in quiet], 1e3),
         "refusal_ms": distribution([reply.head_s - reply.sent_s for reply in refused], 1e3),
@@ -239,7 +262,9 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
         "retry_after_s": distribution(told_s),
         "probes": [{"told_s": told, "admitted_after_s": after} for told, after in phase.truths],
         "true_within_twice": _mean([is_true(*truth) for truth in phase.truths]),
-        "served": {kind: _mean([_is_served(v) for v in phase.visits if v.kind == kind]) for kind in TRIES},
+        "served": {
+            kind: _mean([_is_served(v) for v in phase.visits if v.kind == kind]) for kind in TRIES
+        },
         "normal_after_s": phase.normal_after_s,
         "client_delay_ms": distribution(phase.delays_s, 1e3),
     }
@@ -258,10 +283,29 @@ def make_goals(phase: Mapping[str, Any]) -> list[dict[str, Any]]:
     refusal = f"refusals p99, ms, at {phase['sent_per_s']:.0f} requests/s"
     return [
         goal(f"{at}: goodput over capacity", phase["goodput"], 0.9, is_least=True),
-        goal(f"{at}: {refusal}", phase["refusal_ms"]["p99"], 50.0 if phase["sent_per_s"] <= 100 else 150.0),
-        goal(f"{at}: share of refusals with Retry-After", phase["with_retry_after"], 1.0, is_least=True),
-        goal(f"{at}: share of Retry-After true within twice", phase["true_within_twice"], 0.95, is_least=True),
-        goal(f"{at}: honest clients served within 3 tries", phase["served"]["honest"], 0.99, is_least=True),
+        goal(
+            f"{at}: {refusal}",
+            phase["refusal_ms"]["p99"],
+            50.0 if phase["sent_per_s"] <= 100 else 150.0,
+        ),
+        goal(
+            f"{at}: share of refusals with Retry-After",
+            phase["with_retry_after"],
+            1.0,
+            is_least=True,
+        ),
+        goal(
+            f"{at}: share of Retry-After true within twice",
+            phase["true_within_twice"],
+            0.95,
+            is_least=True,
+        ),
+        goal(
+            f"{at}: honest clients served within 3 tries",
+            phase["served"]["honest"],
+            0.99,
+            is_least=True,
+        ),
         goal(f"{at}: quiet tenant served", phase["served"][QUIET], 1.0, is_least=True),
         goal(f"{at}: normal again after, s", phase["normal_after_s"], 5.0),
     ]
@@ -285,7 +329,11 @@ def _is_good(options: argparse.Namespace, reply: Reply) -> bool:
 
 
 def _is_served(visit: Visit) -> bool:
-    return bool(visit.tries) and visit.tries[-1].error is None and visit.tries[-1].completion_tokens > 0
+    return (
+        bool(visit.tries)
+        and visit.tries[-1].error is None
+        and visit.tries[-1].completion_tokens > 0
+    )
 
 
 def _mean(values: Sequence[bool]) -> float:
@@ -303,13 +351,28 @@ def _factors(text: str) -> list[float]:
 def add_options(add: AddOption) -> None:
     """Add its options."""
     add_demo_options(add)
-    add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
+    add(
+        "--factors",
+        type=_factors,
+        default="1,1.6,20",
+        help="offered load in capacities, comma-separated",
+    )
     add("--seconds", type=float, default=60.0, help="of each")
     add("--capacity-seconds", type=float, default=60.0, help="of the load that measures it")
-    add("--in-flight", type=positive, default=96, help="requests of the closed loop that measures the capacity")
+    add(
+        "--in-flight",
+        type=positive,
+        default=96,
+        help="requests of the closed loop that measures the capacity",
+    )
     add("--input-tokens", type=positive, default=32)
     add("--output-tokens", type=positive, default=96)
     add("--ttft-s", type=float, default=10.0, help="objective: time to the first token")
     add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
     add("--probes", type=positive, default=40, help="refused requests to test the Retry-After of")
-    add("--settle-s", type=float, default=120.0, help="how long to wait for what is left when no more arrive")
+    add(
+        "--settle-s",
+        type=float,
+        default=120.0,
+        help="how long to wait for what is left when no more arrive",
+    )

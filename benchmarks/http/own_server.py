@@ -27,7 +27,9 @@ BASE_NAME = "base"
 TENANT = "benchmark"
 READY_WITHIN_S = 600.0
 """Longest wait for a server to start; a large model takes long, and one from a hub is downloaded first."""
-UNLIMITED = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurrent_requests", "tokens_per_month"))
+UNLIMITED = dict.fromkeys(
+    ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "tokens_per_month")
+)
 """Limits of the tenants of benchmarks: none, unlike the defaults of new tenants."""
 _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
@@ -61,7 +63,10 @@ class OwnServer:
 
     def calls(self, key: str, seed: int, url: str | None = None) -> Calls:
         """Make requests with this key, through another gateway if `url` names it; `seed` determines their prompts."""
-        return Calls(EventClient(url or self.url, key), LoadSettings(vocab_size=self.ready["vocab_size"], seed=seed))
+        return Calls(
+            EventClient(url or self.url, key),
+            LoadSettings(vocab_size=self.ready["vocab_size"], seed=seed),
+        )
 
     def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
         """Upload copies of adapters that differ in their last weights, several at a time; returns their names.
@@ -102,7 +107,9 @@ class OwnServer:
         if self.other_url is None:
             return [self.admin.engine()]
         servers = self.admin.request("GET", "/v1/servers")["data"]
-        return [self.admin.engine(server["name"]) for server in servers if server["role"] == "replica"]
+        return [
+            self.admin.engine(server["name"]) for server in servers if server["role"] == "replica"
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +125,30 @@ class Served:
 
 def add_demo_options(add: AddOption) -> None:
     """Add the options of benchmarks that serve the demo model by default."""
-    add("--model", type=Path, default=demo.MODEL, help="folder of the base; the demo model by default")
+    add(
+        "--model",
+        type=Path,
+        default=demo.MODEL,
+        help="folder of the base; the demo model by default",
+    )
     add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of the server; may be repeated",
+    )
     add("--seed", type=int, default=0)
 
 
 @contextlib.contextmanager
 def plain_server(
-    model: str | Path, settings: Sequence[str], folder: Path | None = None, program: str = PROGRAM, **variables: str
+    model: str | Path,
+    settings: Sequence[str],
+    folder: Path | None = None,
+    program: str = PROGRAM,
+    **variables: str,
 ) -> Iterator[OwnServer]:
     """Serve a model until the block is left.
 
@@ -141,12 +163,16 @@ def plain_server(
     Raises:
         ManyloraError: The server does not start.
     """
-    plain = {name: value for name, value in environment().items() if not name.startswith("MANYLORA_")} | variables
+    plain = {
+        name: value for name, value in environment().items() if not name.startswith("MANYLORA_")
+    } | variables
     own = [f"--set={setting}" for setting in settings]
     options = ["--model", str(model), "--served-model-name", BASE_NAME, *own]
     with (
         tempfile.TemporaryDirectory(prefix="manylora-") as own_folder,
-        server_process(0, folder or Path(own_folder), options, plain, program) as server,  # any port: several may run
+        server_process(
+            0, folder or Path(own_folder), options, plain, program
+        ) as server,  # any port: several may run
     ):
         server.wait_ready(READY_WITHIN_S)
         with Client(server.url, server.admin_key()) as admin:
@@ -177,11 +203,16 @@ def cluster(
     shared = {"MANYLORA_ADMIN_KEY": secrets.token_hex(20), "MANYLORA_PEPPER": secrets.token_hex(20)}
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-")))
-        stores = [f"registry.database_url=sqlite:///{root}/registry.sqlite", f"registry.blob_url={root}/blobs"]
+        stores = [
+            f"registry.database_url=sqlite:///{root}/registry.sqlite",
+            f"registry.blob_url={root}/blobs",
+        ]
 
         def start(role: str, number: int, program: str, own: Sequence[str]) -> OwnServer:
             given = [f"server.role={role}", *stores, *own]
-            return stack.enter_context(plain_server(model, given, root / f"{role}{number}", program, **shared))
+            return stack.enter_context(
+                plain_server(model, given, root / f"{role}{number}", program, **shared)
+            )
 
         replicas, cores = list[OwnServer](), sorted(os.sched_getaffinity(0))
         for number in range(num_replicas):
@@ -195,7 +226,9 @@ def cluster(
 
 
 @contextlib.contextmanager
-def many_servers(model: str | Path, settings: Sequence[str], num_replicas: int) -> Iterator[OwnServer]:
+def many_servers(
+    model: str | Path, settings: Sequence[str], num_replicas: int
+) -> Iterator[OwnServer]:
     """One gateway of a `cluster` whose replicas divide the cores; it knows the other gateway."""
     with cluster(model, settings, num_replicas, divides_cores=True) as (_, (gateway, other)):
         yield replace(gateway, other_url=other.url)
@@ -242,7 +275,9 @@ def server_names(adapters: Sequence[Path]) -> list[str]:
     """
     names = [BASE_NAME, *(folder.resolve().name.lower() for folder in adapters)]
     if len(set(names)) < len(names):
-        raise ConfigError(f"adapters are named after their folders, which must differ: got {', '.join(names[1:])}")
+        raise ConfigError(
+            f"adapters are named after their folders, which must differ: got {', '.join(names[1:])}"
+        )
     return names
 
 
@@ -256,4 +291,6 @@ def read_adapter(folder: Path) -> dict[str, bytes]:
     try:
         return {part: (folder / name).read_bytes() for part, name in names.items()}
     except OSError as error:
-        raise ConfigError(f"{folder} is no folder of an adapter: {error.filename}: {error.strerror}") from error
+        raise ConfigError(
+            f"{folder} is no folder of an adapter: {error.filename}: {error.strerror}"
+        ) from error

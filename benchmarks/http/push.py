@@ -47,15 +47,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ManyloraError: A push or a request failed.
     """
     if (options.model is None) != (options.adapter is None):
-        raise ConfigError("--model and --adapter go together: a base, and the adapter to push for it", param="adapter")
+        raise ConfigError(
+            "--model and --adapter go together: a base, and the adapter to push for it",
+            param="adapter",
+        )
     if options.model is None:
         base, adapters = make_checkpoints(options.cache)
         options.model, options.adapter = base, adapters[1]
     with plain_server(options.model, options.set) as server:
         phases, sizes, num_load = asyncio.run(_measure(options, server))
-    figures = {name: {part: spread([run[part] for run in runs]) for part in runs[0]} for name, runs in phases.items()}
+    figures = {
+        name: {part: spread([run[part] for run in runs]) for part in runs[0]}
+        for name, runs in phases.items()
+    }
     goals = [
-        goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name]) for name in figures
+        goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name])
+        for name in figures
     ]
     growth = {name: sizes[1][name] - sizes[0][name] for name in sizes[0]}
     goals.append(goal("growth over the last pushes, MiB", growth["rss_mib"], MAX_GROWTH_MIB))
@@ -80,7 +87,10 @@ async def _measure(
 
         await times(WARM_UP)
         phases = {"idle": await times(options.pushes)}
-        load = (calls.make(ADAPTER, options.input_tokens, options.output_tokens, index) for index in itertools.count())
+        load = (
+            calls.make(ADAPTER, options.input_tokens, options.output_tokens, index)
+            for index in itertools.count()
+        )
         loading = asyncio.create_task(closed_loop(load, options.in_flight, replies))
         try:
             await asyncio.sleep(options.settle_s)
@@ -101,7 +111,9 @@ async def _one(
 ) -> dict[str, float]:
     """Push a version and ask for it, then ask again: what the same takes with an adapter that is on the device."""
     start_s = time.perf_counter()
-    pushed = await asyncio.to_thread(client.push_ephemeral, ADAPTER, files["weights"], files["config"], keep=KEEP)
+    pushed = await asyncio.to_thread(
+        client.push_ephemeral, ADAPTER, files["weights"], files["config"], keep=KEEP
+    )
     push_s, replies = time.perf_counter() - start_s, []
     for prompt in (FIRST_PROMPT + 2 * number, FIRST_PROMPT + 2 * number + 1):
         replies.append(reply := Reply(ADAPTER, due_s=time.perf_counter()))
@@ -124,7 +136,9 @@ def _size(pid: int) -> dict[str, float]:
             for thread in (folder / "task").iterdir():
                 pids += map(int, (thread / "children").read_text().split())
             files += len(list((folder / "fd").iterdir()))
-            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            status = dict(
+                line.split(":", 1) for line in (folder / "status").read_text().splitlines()
+            )
             memory_kib += int(status["VmRSS"].split()[0])
     return {"rss_mib": memory_kib / 1024, "open_files": files}
 
@@ -136,8 +150,21 @@ def add_options(add: AddOption) -> None:
     add("--input-tokens", type=positive, default=32)
     add("--output-tokens", type=positive, default=64)
     add("--settle-s", type=float, default=5.0, help="seconds of load before its first push")
-    add("--versions", type=positive, default=200, help=f"pushes that memory is read over, the first {SETTLE} not")
-    add("--model", type=Path, default=None, help="folder of the base; Qwen2-0.5B's shape by default")
+    add(
+        "--versions",
+        type=positive,
+        default=200,
+        help=f"pushes that memory is read over, the first {SETTLE} not",
+    )
+    add(
+        "--model", type=Path, default=None, help="folder of the base; Qwen2-0.5B's shape by default"
+    )
     add("--adapter", type=Path, default=None, help="folder of its adapter")
     add("--cache", type=Path, default=DEFAULT_CACHE)
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of the server; may be repeated",
+    )

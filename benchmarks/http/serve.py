@@ -59,10 +59,14 @@ class Load:
         each = list({request.adapter: request for request in self.plan}.values())
         warm_up = [*each, *self.plan][: max(num_warm_up, len(each))] if num_warm_up else []
         with contextlib.closing(EventClient(served.url, served.key)) as client:
-            await self._send(client, served, [replace(request, arrival_s=0.0) for request in warm_up])
+            await self._send(
+                client, served, [replace(request, arrival_s=0.0) for request in warm_up]
+            )
             return await self._send(client, served, self.plan)
 
-    async def _send(self, client: EventClient, served: Served, plan: list[TimedRequest]) -> list[Reply]:
+    async def _send(
+        self, client: EventClient, served: Served, plan: list[TimedRequest]
+    ) -> list[Reply]:
         made, replies = Calls(client, self.settings), list[Reply]()
         calls = [
             made.make(served.models[each.adapter], each.prompt_tokens, each.output_tokens, index)
@@ -92,7 +96,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "adapters": dict(Counter(record.model for record in records).most_common()),
         "errors": dict(errors),
         "summary": summary,
-        "table": [{"": name, **summary[name]} for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms")],
+        "table": [
+            {"": name, **summary[name]} for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms")
+        ],
         "failures": [f"{count} x {error}" for error, count in errors[:_SHOWN_ERRORS]],
     }
 
@@ -110,11 +116,15 @@ def target(options: argparse.Namespace) -> Iterator[Served]:
         if not models:
             raise ConfigError("--url needs --models: the names to ask for", param="models")
         if options.model or options.adapter or options.set:
-            raise ConfigError("--url takes a server as it is: leave out --model, --adapter and --set", param="url")
+            raise ConfigError(
+                "--url takes a server as it is: leave out --model, --adapter and --set", param="url"
+            )
         yield Served(options.url, options.key, models)
         return
     if options.models or options.key:
-        raise ConfigError("--models and --key are for a server that runs already: give its --url", param="models")
+        raise ConfigError(
+            "--models and --key are for a server that runs already: give its --url", param="models"
+        )
     model, adapters = options.model, options.adapter
     if model is None:
         if adapters:
@@ -133,9 +143,15 @@ def make_load(options: argparse.Namespace, num_models: int) -> Load:
     Raises:
         ConfigError: The options contradict each other.
     """
-    ranges = (_range(options.input_tokens, "input-tokens"), _range(options.output_tokens, "output-tokens"))
+    ranges = (
+        _range(options.input_tokens, "input-tokens"),
+        _range(options.output_tokens, "output-tokens"),
+    )
     count, rate, seed = options.requests, options.rate, options.seed
-    adapters, draw = assign_adapters(options.popularity, count, num_models, seed), random.Random(seed)
+    adapters, draw = (
+        assign_adapters(options.popularity, count, num_models, seed),
+        random.Random(seed),
+    )
     arrivals = poisson_arrivals(count, rate, seed) if rate else [0.0] * count
     return Load(
         [
@@ -155,7 +171,10 @@ def _range(text: str, option: str) -> tuple[int, int]:
     except ValueError:
         bounds = 0, 0
     if not 1 <= bounds[0] < bounds[1]:
-        raise ConfigError(f"--{option} must be a number or low:high with 1 <= low < high, got {text!r}", param=option)
+        raise ConfigError(
+            f"--{option} must be a number or low:high with 1 <= low < high, got {text!r}",
+            param=option,
+        )
     return bounds
 
 
@@ -168,14 +187,32 @@ def _rate(text: str) -> float:
 def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32) -> None:
     """Add what says which server is asked, and for what, with these defaults."""
     add("--model", default=None, help="folder or hub id of the base to serve")
-    add("--adapter", type=Path, action="append", default=[], help="folder of an adapter to upload; may be repeated")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
+    add(
+        "--adapter",
+        type=Path,
+        action="append",
+        default=[],
+        help="folder of an adapter to upload; may be repeated",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of the server; may be repeated",
+    )
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
     add("--url", default=None, help="base URL with /v1 of a server that runs already")
     add("--key", default="", help="its API key")
-    add("--models", default="", help="names to ask for there, comma-separated; the first is the most popular")
+    add(
+        "--models",
+        default="",
+        help="names to ask for there, comma-separated; the first is the most popular",
+    )
     add("--requests", type=positive, default=requests)
-    add("--concurrency", type=positive, default=concurrency, help="requests in flight (closed loop)")
+    add(
+        "--concurrency", type=positive, default=concurrency, help="requests in flight (closed loop)"
+    )
     add("--rate", type=_rate, default=None, help="requests per second (open loop)")
     add("--popularity", default="uniform", help=", ".join(PATTERNS))
     add("--input-tokens", default="64", help="prompt tokens: a number or low:high")

@@ -17,7 +17,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from manylora.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine, run_in_turns
+from manylora.benchmarks.pool.pool_run import (
+    PoolRun,
+    add_pool_options,
+    mean_facts,
+    pool_engine,
+    run_in_turns,
+)
 from manylora.benchmarks.pool.pool_shape import RANKS, make_pool_shape
 from manylora.benchmarks.report import AddOption, ratios, spread
 from manylora.benchmarks.workloads import TimedRequest, slora_trace
@@ -30,12 +36,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all numbers of adapters in turns."""
     shape = make_pool_shape(options.cache, options.files)
     kv_pages = options.max_running * shape.geometry.pages(options.lengths[1])
-    memory = shape.memory(options.room * shape.mean_pages + kv_pages, options.host_room * shape.mean_pages)
-    engines = {count: pool_engine(shape, count, memory, options.max_running) for count in options.counts}
+    memory = shape.memory(
+        options.room * shape.mean_pages + kv_pages, options.host_room * shape.mean_pages
+    )
+    engines = {
+        count: pool_engine(shape, count, memory, options.max_running) for count in options.counts
+    }
 
     def load(count: int, round_: int) -> list[TimedRequest]:
         lengths = options.lengths
-        return slora_trace(count, options.requests, lengths, lengths, alpha=options.alpha, seed=42 + round_)
+        return slora_trace(
+            count, options.requests, lengths, lengths, alpha=options.alpha, seed=42 + round_
+        )
 
     runs, rates = run_in_turns(options, engines, load)
     facts = {str(count): mean_facts(each) for count, each in runs.items()}
@@ -47,7 +59,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for before, after in itertools.combinations(sorted(rates), 2)
         },
         "facts": facts,
-        "decode_step_ms": {str(count): decode_steps(each, options.max_running) for count, each in runs.items()},
+        "decode_step_ms": {
+            str(count): decode_steps(each, options.max_running) for count, each in runs.items()
+        },
         "table": [
             {"adapters": count, "tokens/s": statistics.median(values)}
             | {name: facts[str(count)].get(name, 0.0) for name in SHOWN_FACTS}
@@ -74,7 +88,23 @@ def add_options(add: AddOption) -> None:
     add_pool_options(add, requests=128, repeats=5, max_running=16)
     add("--counts", type=int, nargs="+", default=[5, 100, 1000, 2000], help="registered adapters")
     add("--alpha", type=float, default=0.3, help="popularity; 1 uniform, smaller more skewed")
-    add("--lengths", type=int, nargs=2, default=(8, 512), help="prompt and output tokens, upper end excluded")
+    add(
+        "--lengths",
+        type=int,
+        nargs=2,
+        default=(8, 512),
+        help="prompt and output tokens, upper end excluded",
+    )
     add("--in-flight", type=int, default=32)
-    add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
-    add("--host-room", type=int, default=200, help="adapters of the mean size that fit the host slab")
+    add(
+        "--room",
+        type=int,
+        default=20,
+        help="adapters of the mean size that fit the device beside the KV cache",
+    )
+    add(
+        "--host-room",
+        type=int,
+        default=200,
+        help="adapters of the mean size that fit the host slab",
+    )

@@ -55,7 +55,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     memory = shape.memory(room + kv_pages, 2 * room)
     with pool_engine(shape, options.adapters, memory, options.max_running) as engine:
         full = engine.run(make_load(options, 0), in_flight=2 * options.max_running)
-        rate = full.output_tokens_per_s / (sum(r.completion_tokens for r in full.records) / len(full.records))
+        rate = full.output_tokens_per_s / (
+            sum(r.completion_tokens for r in full.records) / len(full.records)
+        )
         runs = take_turns(
             itertools.product(MODES, options.loads),
             options.repeats,
@@ -69,16 +71,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for mode, by_load in arms.items()
         for load, found in by_load.items()
     ]
-    return {"model": shape.kind.about, "saturated_requests_per_s": rate, "modes": arms, "table": table, "goals": []}
+    return {
+        "model": shape.kind.about,
+        "saturated_requests_per_s": rate,
+        "modes": arms,
+        "table": table,
+        "goals": [],
+    }
 
 
 def make_load(options: argparse.Namespace, round_: int) -> list[TimedRequest]:
     """S-LoRA's requests, one a second on average."""
     lengths, seed = options.lengths, 42 + round_
-    return slora_trace(options.adapters, options.requests, lengths, lengths, alpha=options.alpha, seed=seed)
+    return slora_trace(
+        options.adapters, options.requests, lengths, lengths, alpha=options.alpha, seed=seed
+    )
 
 
-def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: float, round_: int) -> dict[str, float]:
+def run_mode(
+    options: argparse.Namespace, engine: PoolEngine, mode: str, rate: float, round_: int
+) -> dict[str, float]:
     """Run one mode at one rate."""
     batches = Batches(options.max_running, None if mode == "static" else options.window_ms / 1e3)
     admit = None if mode == "continuous" else batches.admit
@@ -90,16 +102,44 @@ def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: f
         for record in batch:
             record.done_s = end_s  # all are answered together
     latency_ms = [1e3 * record.latency_s for record in run.records]
-    rates = {"requests/s": rate, "output tokens/s": sum(each.completion_tokens for each in run.records) / run.seconds}
-    times = {"mean latency, ms": sum(latency_ms) / len(latency_ms), "p95 latency, ms": percentile(latency_ms, 95)}
+    rates = {
+        "requests/s": rate,
+        "output tokens/s": sum(each.completion_tokens for each in run.records) / run.seconds,
+    }
+    times = {
+        "mean latency, ms": sum(latency_ms) / len(latency_ms),
+        "p95 latency, ms": percentile(latency_ms, 95),
+    }
     return rates | times
 
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
     add_pool_options(add, requests=150, repeats=2, max_running=16)
-    add("--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], help="shares of the saturated rate")
-    add("--window-ms", type=float, default=100.0, help="longest wait for a full batch in windowed batching")
+    add(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75, 1.0],
+        help="shares of the saturated rate",
+    )
+    add(
+        "--window-ms",
+        type=float,
+        default=100.0,
+        help="longest wait for a full batch in windowed batching",
+    )
     add("--adapters", type=int, default=8, help="all on the device")
-    add("--lengths", type=int, nargs=2, default=(8, 128), help="prompt and output tokens, from and below")
-    add("--alpha", type=float, default=1.0, help="popularity of adapters; 1 uniform, smaller more skewed")
+    add(
+        "--lengths",
+        type=int,
+        nargs=2,
+        default=(8, 128),
+        help="prompt and output tokens, from and below",
+    )
+    add(
+        "--alpha",
+        type=float,
+        default=1.0,
+        help="popularity of adapters; 1 uniform, smaller more skewed",
+    )

@@ -25,7 +25,14 @@ from manylora.benchmarks.metrics import RequestRecord
 from manylora.benchmarks.pool.pool_shape import NUM_FILES, VOCAB_SIZE, PoolShape
 from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, N, take_turns
 from manylora.benchmarks.workloads import TimedRequest
-from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from manylora.config import (
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    RegistryConfig,
+    SchedulerConfig,
+)
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.request import GenerationRequest
 from manylora.engine.status import EngineStatus, StepStats
@@ -70,7 +77,9 @@ class PoolRun:
     @property
     def output_tokens_per_s(self) -> float:
         """Output tokens per second while the loop was full; the tail of a run does not count."""
-        tokens = sum(time_s <= self.queue_end_s for record in self.records for time_s in record.token_times_s)
+        tokens = sum(
+            time_s <= self.queue_end_s for record in self.records for time_s in record.token_times_s
+        )
         return tokens / (self.queue_end_s - self.start_s)
 
     def facts(self) -> dict[str, float]:
@@ -108,7 +117,9 @@ def run_in_turns(
     with contextlib.ExitStack() as stack:
         ready = {name: stack.enter_context(engine) for name, engine in engines.items()}
         runs = take_turns(
-            ready, options.repeats, lambda name, i: ready[name].run(load(name, i), in_flight=options.in_flight)
+            ready,
+            options.repeats,
+            lambda name, i: ready[name].run(load(name, i), in_flight=options.in_flight),
         )
     return runs, {name: [run.output_tokens_per_s for run in each] for name, each in runs.items()}
 
@@ -135,7 +146,12 @@ class PoolEngine:
         self._runs = 0
 
     def run(
-        self, load: Sequence[TimedRequest], *, in_flight: int = 0, scale: float = 1.0, admit: Admit | None = None
+        self,
+        load: Sequence[TimedRequest],
+        *,
+        in_flight: int = 0,
+        scale: float = 1.0,
+        admit: Admit | None = None,
     ) -> PoolRun:
         """Put a load on the engine and wait for all of it. No two runs of an engine have the same prompts.
 
@@ -150,7 +166,9 @@ class PoolEngine:
         """
         self._runs += 1
         requests = [self._request(index, item) for index, item in enumerate(load)]
-        records = {request.request_id: RequestRecord(request.request_id, due_s=0.0) for request in requests}
+        records = {
+            request.request_id: RequestRecord(request.request_id, due_s=0.0) for request in requests
+        }
         before, steps = self.core.status(), dict[int, StepStats]()
         first_step = before.last_steps[-1].step if before.last_steps else -1
         start_s = queue_end_s = time.perf_counter()
@@ -162,12 +180,16 @@ class PoolEngine:
             if in_flight:
                 due = min(due, in_flight - running)
             elif admit and submitted < len(requests):
-                due = admit(due, running, now_s - dues_s[submitted], submitted + due == len(requests))
+                due = admit(
+                    due, running, now_s - dues_s[submitted], submitted + due == len(requests)
+                )
             for request in requests[submitted : submitted + due]:
                 records[request.request_id].due_s = now_s if in_flight else dues_s[submitted]
                 self._engine.submit(request)
                 submitted, queue_end_s = submitted + 1, now_s
-            to_come = (due_s - now_s for due_s in dues_s[submitted : submitted + 1] if due_s > now_s)
+            to_come = (
+                due_s - now_s for due_s in dues_s[submitted : submitted + 1] if due_s > now_s
+            )
             ended += self._pump(records, steps, min([IDLE_S, *to_come]))
         seconds = time.perf_counter() - start_s
         after = self._look(steps)
@@ -181,16 +203,23 @@ class PoolEngine:
             queue_end_s=queue_end_s,
             seconds=seconds,
             steps=[stats for step, stats in sorted(steps.items()) if step > first_step],
-            counts={name: Counter(getattr(after, name)) - Counter(getattr(before, name)) for name in COUNTED},
+            counts={
+                name: Counter(getattr(after, name)) - Counter(getattr(before, name))
+                for name in COUNTED
+            },
             load_seconds=after.load_seconds - before.load_seconds,
         )
 
     def _request(self, index: int, item: TimedRequest) -> GenerationRequest:
         draw = np.random.default_rng([self._runs, index])
         prompt = draw.integers(_LOWEST_ID, VOCAB_SIZE, item.prompt_tokens).tolist()
-        return greedy_request(f"run-{self._runs}-{index}", prompt, item.output_tokens, self._adapters[item.adapter])
+        return greedy_request(
+            f"run-{self._runs}-{index}", prompt, item.output_tokens, self._adapters[item.adapter]
+        )
 
-    def _pump(self, records: dict[str, RequestRecord], steps: dict[int, StepStats], longest_wait_s: float) -> int:
+    def _pump(
+        self, records: dict[str, RequestRecord], steps: dict[int, StepStats], longest_wait_s: float
+    ) -> int:
         """Call the core once and record what came; returns how many requests ended."""
         num_steps, ended = self.core.num_steps, 0
         self._engine.pump(longest_wait_s)

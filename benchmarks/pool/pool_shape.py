@@ -54,7 +54,9 @@ GROUPED = PoolModel(
 )
 """An adapter of the mean rank takes as many pages as 480 tokens, as for Llama-3-8B."""
 ATTENTION = PoolModel(
-    ModelShape("attention", num_layers=4, hidden=128, intermediate=256, num_heads=4, num_kv_heads=4),
+    ModelShape(
+        "attention", num_layers=4, hidden=128, intermediate=256, num_heads=4, num_kv_heads=4
+    ),
     "Llama of 4 layers, hidden size 128, 4 of 4 KV heads; adapters on q, k, v and o; float32",
     (0, 1, 2, 3),
 )
@@ -91,27 +93,40 @@ class PoolShape:
         """Pages of an adapter, over all ranks."""
         return sum(self.pages(rank) for rank in RANKS) / len(RANKS)
 
-    def memory(self, num_pages: float, host_pages: float, *, prefix_cache: bool = True) -> MemoryConfig:
+    def memory(
+        self, num_pages: float, host_pages: float, *, prefix_cache: bool = True
+    ) -> MemoryConfig:
         """Settings of an engine with so many device and host pages for requests and adapters."""
-        gib, host_gib = ((int(pages) + 1.5) * self.geometry.page_bytes / GIB for pages in (num_pages, host_pages))
+        gib, host_gib = (
+            (int(pages) + 1.5) * self.geometry.page_bytes / GIB for pages in (num_pages, host_pages)
+        )
         return MemoryConfig(gib=gib, host_gib=host_gib, prefix_cache=prefix_cache)
 
     def _adapter(self, index: int) -> AdapterRef:
         use, file = divmod(index, len(self.weights))
         rank = RANKS[index % len(RANKS)]
-        return adapter_ref(f"adapter-{index}", LoraSpec(rank=rank, alpha=float(rank + use)), self.weights[file])
+        return adapter_ref(
+            f"adapter-{index}", LoraSpec(rank=rank, alpha=float(rank + use)), self.weights[file]
+        )
 
 
-def make_pool_shape(cache: Path, num_files: int = NUM_FILES, kind: PoolModel = GROUPED) -> PoolShape:
+def make_pool_shape(
+    cache: Path, num_files: int = NUM_FILES, kind: PoolModel = GROUPED
+) -> PoolShape:
     """The model and its adapters; made if they are not there (some seconds, 1 MB a file at most)."""
     root = cache / f"pool-shape-{_FORMAT}-{kind.sizes.name}-{num_files}"
     model, blobs, index = root / "model", root / "blobs", root / "weights.json"
     if not index.exists():
         root.mkdir(parents=True, exist_ok=True)
         _save_model(model, kind.sizes)
-        generator, ranks = torch.Generator().manual_seed(_SEED + 1), [RANKS[i % len(RANKS)] for i in range(num_files)]
+        generator, ranks = (
+            torch.Generator().manual_seed(_SEED + 1),
+            [RANKS[i % len(RANKS)] for i in range(num_files)],
+        )
         files = (random_lora(kind.sizes.base(), kind.modules, rank, generator) for rank in ranks)
-        index.write_text(json.dumps([store_blob(LocalBlobs(blobs), save(tensors)) for tensors in files]))
+        index.write_text(
+            json.dumps([store_blob(LocalBlobs(blobs), save(tensors)) for tensors in files])
+        )
     return PoolShape(model, blobs, tuple(json.loads(index.read_text())), kind)
 
 

@@ -19,8 +19,20 @@ from typing import Any
 from unittest.mock import patch
 
 from manylora.adapters.residency.residency import Residency
-from manylora.benchmarks.pool.pool_run import add_pool_options, mean_facts, pool_engine, run_in_turns
-from manylora.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from manylora.benchmarks.pool.pool_run import (
+    add_pool_options,
+    mean_facts,
+    pool_engine,
+    run_in_turns,
+)
+from manylora.benchmarks.pool.pool_shape import (
+    ATTENTION,
+    GROUPED,
+    RANKS,
+    PoolModel,
+    PoolShape,
+    make_pool_shape,
+)
 from manylora.benchmarks.report import SHOWN, AddOption, ratios, spread
 from manylora.benchmarks.workloads import TimedRequest, slora_trace
 from manylora.config import Config
@@ -72,7 +84,10 @@ def build_split_engine(config: Config, *, notify: Callable[[], None]) -> build.E
         return build.build_engine(config, notify=notify)
 
 
-ENGINES: dict[str, Callable[..., build.EngineParts]] = {"unified": build.build_engine, "split": build_split_engine}
+ENGINES: dict[str, Callable[..., build.EngineParts]] = {
+    "unified": build.build_engine,
+    "split": build_split_engine,
+}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -84,9 +99,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "table": [
             {
                 "load": name,
-                **{f"{engine}, tokens/s": found["output_tokens_per_s"][engine]["median"] for engine in ENGINES},
+                **{
+                    f"{engine}, tokens/s": found["output_tokens_per_s"][engine]["median"]
+                    for engine in ENGINES
+                },
                 **{f"ratio, {key}": found["ratio"][key] for key in SHOWN},
-                **{f"{engine}, batch": found["facts"][engine]["requests_per_step"] for engine in ENGINES},
+                **{
+                    f"{engine}, batch": found["facts"][engine]["requests_per_step"]
+                    for engine in ENGINES
+                },
             }
             for name, found in loads.items()
         ],
@@ -104,7 +125,9 @@ def measure_load(options: argparse.Namespace, load: Load) -> dict[str, Any]:
     }
 
     def trace(_name: str, round_: int) -> list[TimedRequest]:
-        return slora_trace(options.adapters, options.requests, load.lengths, load.lengths, seed=42 + round_)
+        return slora_trace(
+            options.adapters, options.requests, load.lengths, load.lengths, seed=42 + round_
+        )
 
     runs, rates = run_in_turns(options, engines, trace)
     return {
@@ -130,5 +153,10 @@ def add_options(add: AddOption) -> None:
     """Add its options."""
     add_pool_options(add, requests=120, repeats=4, max_running=32)
     add("--adapters", type=int, default=200)
-    add("--batch", type=int, default=8, help="mean requests, each with an adapter of its own, that all pages hold")
+    add(
+        "--batch",
+        type=int,
+        default=8,
+        help="mean requests, each with an adapter of its own, that all pages hold",
+    )
     add("--in-flight", type=int, default=24)

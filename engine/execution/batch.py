@@ -66,7 +66,9 @@ def build_batch(
     before = None
     if step.tokens.min() < 0:
         # A row without a token ends its request, and what is computed for it in this step is dropped.
-        before = torch.tensor([-1 if token is None else token for token in sampled], dtype=torch.int32, device=device)
+        before = torch.tensor(
+            [-1 if token is None else token for token in sampled], dtype=torch.int32, device=device
+        )
     return Batch(
         step=step,
         rows=StepRows(
@@ -86,7 +88,11 @@ def _attention(
     lengths, contexts = step.lengths.tolist(), (step.starts + step.lengths).tolist()
     return tuple(
         AttentionBatch.build(
-            [chunk.block_table[group] for chunk in chunks], lengths, contexts, device, geometry.page_tokens
+            [chunk.block_table[group] for chunk in chunks],
+            lengths,
+            contexts,
+            device,
+            geometry.page_tokens,
         )
         for group in range(geometry.num_groups)
     )

@@ -73,16 +73,24 @@ class StartMeasures:
         """
         page_bytes = self._arena.geometry.page_bytes
         # A slab page is pinned where that matters, and nothing else is in it yet.
-        source = slab.pages[0].zero_() if slab.num_pages else torch.zeros(page_bytes, dtype=torch.uint8)
+        source = (
+            slab.pages[0].zero_() if slab.num_pages else torch.zeros(page_bytes, dtype=torch.uint8)
+        )
         costs = PageCosts(
             copy_s=self._copy_s(source, copier),
             load_s=self._load_s(source),
             token_s=self._token_s(min(self._max_tokens, MAX_TOKENS)),
         )
-        logger.info("measured for pages of %d bytes, and tokens of prompts, in seconds: %s", page_bytes, costs)
+        logger.info(
+            "measured for pages of %d bytes, and tokens of prompts, in seconds: %s",
+            page_bytes,
+            costs,
+        )
         return costs
 
-    def prices(self, costs: PageCosts, *, lora_bytes_per_rank: int, prompt_context: float) -> Prices:
+    def prices(
+        self, costs: PageCosts, *, lora_bytes_per_rank: int, prompt_context: float
+    ) -> Prices:
         """Time decode steps of a short and a long context; the rest follows from what a page and a token cost.
 
         Args:
@@ -93,7 +101,9 @@ class StartMeasures:
         """
         geometry = self._arena.geometry
         blocks_per_row = self._pool.num_free // (DECODE_ROWS * geometry.num_groups)
-        long_context = min(LONG_CONTEXT, self._max_tokens - 1, blocks_per_row * geometry.page_tokens - 1)
+        long_context = min(
+            LONG_CONTEXT, self._max_tokens - 1, blocks_per_row * geometry.page_tokens - 1
+        )
         if long_context < 1:
             return Prices(prompt_context=prompt_context)  # a pool of a few pages
         short_s = self._decode_s(min(SHORT_CONTEXT, long_context)) / DECODE_ROWS
@@ -113,7 +123,9 @@ class StartMeasures:
     def _copy_s(self, source: torch.Tensor, copier: PageCopier) -> float:
         with self._pages(min(4, self._pool.num_free)) as pages:
             sources = [source] * len(pages)
-            return self._best(lambda: copier.copy(sources, pages, copier.fence())) / max(len(pages), 1)
+            return self._best(lambda: copier.copy(sources, pages, copier.fence())) / max(
+                len(pages), 1
+            )
 
     def _load_s(self, source: torch.Tensor) -> float:
         """Hash a page, look at every value, and write it transposed."""
@@ -137,7 +149,9 @@ class StartMeasures:
 
             def compute(num_tokens: int) -> float:
                 blocks = [group[: geometry.blocks(num_tokens)] for group in table]
-                chunk = Chunk(request_id="", token_ids=[0] * num_tokens, start=0, block_table=blocks)
+                chunk = Chunk(
+                    request_id="", token_ids=[0] * num_tokens, start=0, block_table=blocks
+                )
                 started_s = self._clock()
                 self._forward([chunk])[0, 0].item()  # waits for the device
                 return self._clock() - started_s
@@ -145,15 +159,25 @@ class StartMeasures:
             compute(min(WARM_UP_TOKENS, longest))
             first_s = compute(min(WARM_UP_TOKENS, longest)) / min(WARM_UP_TOKENS, longest)
             count = min(longest, int(TOKENS_BUDGET_S / max(first_s, 1e-9)))
-            return first_s if count <= WARM_UP_TOKENS else max(min(compute(count), compute(count)) / count, 1e-9)
+            return (
+                first_s
+                if count <= WARM_UP_TOKENS
+                else max(min(compute(count), compute(count)) / count, 1e-9)
+            )
 
     @torch.inference_mode()
     def _decode_s(self, context: int) -> float:
         """Seconds of a step in which `DECODE_ROWS` requests of so much context have one token each."""
         per_row = self._arena.geometry.pages(context + 1)
         with self._pages(DECODE_ROWS * per_row) as pages:
-            tables = [self._table(pages[row * per_row : (row + 1) * per_row]) for row in range(DECODE_ROWS)]
-            chunks = [Chunk(request_id="", token_ids=[0], start=context, block_table=table) for table in tables]
+            tables = [
+                self._table(pages[row * per_row : (row + 1) * per_row])
+                for row in range(DECODE_ROWS)
+            ]
+            chunks = [
+                Chunk(request_id="", token_ids=[0], start=context, block_table=table)
+                for table in tables
+            ]
 
             def compute() -> None:
                 self._decoder.logits(self._forward(chunks))[0, 0].item()  # waits for the device
@@ -178,8 +202,12 @@ class StartMeasures:
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         arena = self._arena
-        batch = build_batch(StepPlan(step=0, chunks=list(chunks)), arena.geometry, arena.num_pages, arena.device)
-        return self._decoder.forward(batch.rows, KvViews.of(arena, self._decoder.spec.sliding_windows), None)
+        batch = build_batch(
+            StepPlan(step=0, chunks=list(chunks)), arena.geometry, arena.num_pages, arena.device
+        )
+        return self._decoder.forward(
+            batch.rows, KvViews.of(arena, self._decoder.spec.sliding_windows), None
+        )
 
     def _best(self, run: Callable[[], object]) -> float:
         seconds = []

@@ -48,7 +48,10 @@ TABLE_DIVISOR = 50
 """Beyond `MIN_SLOTS`, tables take at most 1 / TABLE_DIVISOR of the bytes of the arena."""
 _CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
 )
 
 
@@ -72,7 +75,13 @@ def free_memory(device: torch.device | None = None) -> FreeMemory:
 
 
 def plan_memory(
-    config: Config, spec: DecoderSpec, base: BaseShape, geometry: PageGeometry, free: FreeMemory, *, on_cpu: bool
+    config: Config,
+    spec: DecoderSpec,
+    base: BaseShape,
+    geometry: PageGeometry,
+    free: FreeMemory,
+    *,
+    on_cpu: bool,
 ) -> MemoryPlan:
     """Divide the memory.
 
@@ -93,7 +102,9 @@ def plan_memory(
     weight_bytes = model_bytes(spec, weights, geometry.dtype_bytes, on_cpu=on_cpu)
     usual_tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
     step_tokens = config.scheduler.step_tokens or max(usual_tokens, config.scheduler.max_running)
-    reserved = ReservedBytes() if on_cpu else _reserved(config, spec, step_tokens, geometry.dtype_bytes)
+    reserved = (
+        ReservedBytes() if on_cpu else _reserved(config, spec, step_tokens, geometry.dtype_bytes)
+    )
     fixed_bytes = weight_bytes + reserved.total
     left = max(free.device - fixed_bytes, 0)
 
@@ -104,12 +115,16 @@ def plan_memory(
     arena_bytes = _whole_pages(_wanted_bytes(config.memory.gib, arena_default), geometry)
     slots = asked_slots or _slots(arena_bytes, row_bytes, base, geometry)
     table_bytes = slots * row_bytes
-    host_default = min(MAX_CPU_SLAB_BYTES, left // 8) if on_cpu else min(MAX_GPU_SLAB_BYTES, free.host // 4)
+    host_default = (
+        min(MAX_CPU_SLAB_BYTES, left // 8) if on_cpu else min(MAX_GPU_SLAB_BYTES, free.host // 4)
+    )
     host_bytes = _wanted_bytes(config.memory.host_gib, host_default)
     pool_bytes = arena_bytes + table_bytes + (host_bytes if on_cpu else 0)
     if fixed_bytes + pool_bytes > free.device:
         setting = "memory.gib" if left else "model.path"
-        reserve = f", a reserve of {format_reserved(reserved, step_tokens)}" if reserved.total else ""
+        reserve = (
+            f", a reserve of {format_reserved(reserved, step_tokens)}" if reserved.total else ""
+        )
         raise ConfigError(
             f"{setting}: weights of {_gib(weight_bytes)}{reserve} and pages and buffers of {_gib(pool_bytes)} need "
             f"{_gib(fixed_bytes + pool_bytes)}, but only {_gib(free.device)} are free on the device",
@@ -169,7 +184,11 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
     """The plan in a few lines for people."""
     geometry = ready.geometry
     layers = f" of {geometry.layers_per_group} layers" if geometry.num_groups > 1 else ""
-    reserve = (f"  reserve  {format_reserved(plan.reserved, plan.step_tokens)}",) if plan.reserved.total else ()
+    reserve = (
+        (f"  reserve  {format_reserved(plan.reserved, plan.step_tokens)}",)
+        if plan.reserved.total
+        else ()
+    )
     return "\n".join(
         (
             f"{ready.model_path} on {ready.device} in {ready.number_format}, "
@@ -195,23 +214,41 @@ def format_reserved(reserved: ReservedBytes, step_tokens: int) -> str:
     )
 
 
-def _reserved(config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: int) -> ReservedBytes:
+def _reserved(
+    config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: int
+) -> ReservedBytes:
     """What a GPU needs beside weights and pages."""
     import numpy as np  # late, as above
 
     from manylora.kernels.attention_batch import PARTIAL_PAD, most_partials
 
     # Up to four tensors of hidden rows are in use at once: residual, normed, and what attention and feed-forward yield.
-    attention = 2 * spec.q_features + 2 * spec.kv_features  # queries, keys and values, and what the queries see
-    row = 4 * spec.hidden_size + attention + 3 * spec.intermediate_size  # gate, up, and their product
-    max_running, longest = config.scheduler.max_running, config.model.max_model_len or spec.max_positions
+    attention = (
+        2 * spec.q_features + 2 * spec.kv_features
+    )  # queries, keys and values, and what the queries see
+    row = (
+        4 * spec.hidden_size + attention + 3 * spec.intermediate_size
+    )  # gate, up, and their product
+    max_running, longest = (
+        config.scheduler.max_running,
+        config.model.max_model_len or spec.max_positions,
+    )
     logits = max(max_running, LOGPROB_ROWS) * spec.vocab_size * (dtype_bytes + 4 * LOGIT_COPIES)
-    partials = max_running * most_partials(np.array([longest])) * spec.num_heads * (spec.head_dim + PARTIAL_PAD) * 4
+    partials = (
+        max_running
+        * most_partials(np.array([longest]))
+        * spec.num_heads
+        * (spec.head_dim + PARTIAL_PAD)
+        * 4
+    )
     graph = GRAPH_BYTES + max_running * (row + spec.vocab_size * 3) * dtype_bytes + partials
     return ReservedBytes(
         graphs=graph if config.model.cuda_graphs else 0,
         workspaces=WORKSPACE_BYTES,
-        activations=step_tokens * row * dtype_bytes + logits + partials + 4 * longest * spec.head_dim,
+        activations=step_tokens * row * dtype_bytes
+        + logits
+        + partials
+        + 4 * longest * spec.head_dim,
     )
 
 
@@ -236,14 +273,21 @@ def _check_room(plan: MemoryPlan, geometry: PageGeometry, asked: int | None) -> 
 
 
 def _ranks(base: BaseShape, rank: int, only: Sequence[str] = ()) -> dict[tuple[int, int], int]:
-    modules = [index for index, module in enumerate(base.modules) if not only or module.name in only]
+    modules = [
+        index for index, module in enumerate(base.modules) if not only or module.name in only
+    ]
     return {(layer, index): rank for layer in range(base.num_layers) for index in modules}
 
 
 def _slots(arena_bytes: int, row_bytes: int, base: BaseShape, geometry: PageGeometry) -> int:
     """As many as the pool may hold small adapters, as far as their tables cost little."""
-    small_bytes = adapter_pages(_ranks(base, SMALL_RANK, SMALL_MODULES), base, geometry) * geometry.page_bytes
-    small, affordable = (arena_bytes - geometry.page_bytes) // small_bytes, arena_bytes // TABLE_DIVISOR // row_bytes
+    small_bytes = (
+        adapter_pages(_ranks(base, SMALL_RANK, SMALL_MODULES), base, geometry) * geometry.page_bytes
+    )
+    small, affordable = (
+        (arena_bytes - geometry.page_bytes) // small_bytes,
+        arena_bytes // TABLE_DIVISOR // row_bytes,
+    )
     return min(max(min(small, affordable), MIN_SLOTS), MAX_SLOTS)
 
 
@@ -275,5 +319,7 @@ def _whole_number(path: Path) -> int | None:
 
 def _gib(num_bytes: int) -> str:
     return (
-        f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 or num_bytes == 0 else f"{math.ceil(num_bytes / MIB)} MiB"
+        f"{num_bytes / GIB:.2f} GiB"
+        if num_bytes >= GIB / 10 or num_bytes == 0
+        else f"{math.ceil(num_bytes / MIB)} MiB"
     )

@@ -68,7 +68,10 @@ class PackedStep:
         """No chunk. A program that computes it computes padding alone."""
         none = np.zeros(0, dtype=np.int32)
         return cls(
-            **dict.fromkeys(("lengths", "starts", "first_rows", "first_blocks", "slots", "tokens", "positions"), none),
+            **dict.fromkeys(
+                ("lengths", "starts", "first_rows", "first_blocks", "slots", "tokens", "positions"),
+                none,
+            ),
             order=[],
             adapters={},
             samples=[],
@@ -106,7 +109,9 @@ class PackedStep:
         is_item = self.lengths <= MAX_ITEM_ROWS
         rows = np.flatnonzero(np.repeat(is_item, self.lengths)).astype(np.int32)
         return Items(
-            rows, np.repeat(self.first_blocks[is_item], self.lengths[is_item]), self.positions[rows] + np.int32(1)
+            rows,
+            np.repeat(self.first_blocks[is_item], self.lengths[is_item]),
+            self.positions[rows] + np.int32(1),
         )
 
     def prompts(self, page_tokens: int) -> tuple[list[PromptChunk], list[list[Int32Array]]]:
@@ -114,7 +119,9 @@ class PackedStep:
         chosen = np.flatnonzero(self.lengths > MAX_ITEM_ROWS).tolist()
         contexts = (self.starts + self.lengths).tolist()
         chunks = [
-            PromptChunk(index, int(self.first_rows[place]), int(self.lengths[place]), contexts[place])
+            PromptChunk(
+                index, int(self.first_rows[place]), int(self.lengths[place]), contexts[place]
+            )
             for index, place in enumerate(chosen)
         ]
         spans = [
@@ -126,11 +133,16 @@ class PackedStep:
     def tiles(self, head_group: int) -> Int32Array:
         """The other rows, as `AttentionRows.tiles`, where so many heads share a KV head."""
         columns = (self.first_rows, self.lengths, self.starts, self.first_blocks)
-        return chunk_tiles(np.stack(columns, axis=1)[self.lengths > MAX_ITEM_ROWS].tolist(), head_group)
+        return chunk_tiles(
+            np.stack(columns, axis=1)[self.lengths > MAX_ITEM_ROWS].tolist(), head_group
+        )
 
 
 def pack_step(
-    plan: StepPlan, geometry: PageGeometry, num_pages: int, sampled_places: Sequence[int | None] = ()
+    plan: StepPlan,
+    geometry: PageGeometry,
+    num_pages: int,
+    sampled_places: Sequence[int | None] = (),
 ) -> PackedStep:
     """Lay out a step.
 
@@ -173,13 +185,18 @@ def pack_step(
         samples=[index for index, chunk in enumerate(chunks) if chunk.sample is not None],
         tokens=_tokens(chunks, int(ends[-1]), sampled_places),
         positions=positions,
-        kv_slots=written * np.int32(geometry.page_tokens) + positions % np.int32(geometry.page_tokens),
+        kv_slots=written * np.int32(geometry.page_tokens)
+        + positions % np.int32(geometry.page_tokens),
         tables=tables,
     )
 
 
-def _tokens(chunks: Sequence[Chunk], num_rows: int, sampled_places: Sequence[int | None]) -> Int32Array:
-    tokens = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, num_rows)
+def _tokens(
+    chunks: Sequence[Chunk], num_rows: int, sampled_places: Sequence[int | None]
+) -> Int32Array:
+    tokens = np.fromiter(
+        chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, num_rows
+    )
     if all(chunk.token_source is None for chunk in chunks):
         return tokens
     row = 0
@@ -200,7 +217,12 @@ def _tokens(chunks: Sequence[Chunk], num_rows: int, sampled_places: Sequence[int
 def _tables(chunks: Sequence[Chunk], num_blocks: Sequence[int], num_pages: int) -> Int32Array:
     """Pages of all chunks by layer group, [groups, N]."""
     tables = [
-        np.concatenate([chunk.block_table[group][:count] for chunk, count in zip(chunks, num_blocks, strict=True)])
+        np.concatenate(
+            [
+                chunk.block_table[group][:count]
+                for chunk, count in zip(chunks, num_blocks, strict=True)
+            ]
+        )
         for group in range(len(chunks[0].block_table))
     ]
     if any(len(table) != sum(num_blocks) for table in tables):
@@ -217,5 +239,7 @@ def _adapters(chunks: Sequence[Chunk]) -> dict[int, SlotLease]:
         if chunk.adapter is not None:
             known = adapters.setdefault(chunk.adapter.slot, chunk.adapter)
             if known != chunk.adapter:
-                raise EngineError(f"adapter slot {known.slot} has two owners in one step: {known} and {chunk.adapter}")
+                raise EngineError(
+                    f"adapter slot {known.slot} has two owners in one step: {known} and {chunk.adapter}"
+                )
     return adapters

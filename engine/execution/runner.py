@@ -97,7 +97,11 @@ class ModelRunner:
         self._check_pages(plan)
         if not plan.chunks:
             return LaunchedStep(results=list, moved=self.move_pages(plan))
-        return self._launch_program(self._programs, plan, masks) if self._programs else self._launch_batch(plan, masks)
+        return (
+            self._launch_program(self._programs, plan, masks)
+            if self._programs
+            else self._launch_batch(plan, masks)
+        )
 
     def collect(self, launched: LaunchedStep) -> list[ChunkResult]:
         """Wait until a step is complete. Call it once for each, in the order in which they were launched.
@@ -117,7 +121,9 @@ class ModelRunner:
     def _launch_batch(self, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
         """Compute a step."""
         arena = self._arena
-        batch = build_batch(plan, arena.geometry, arena.num_pages, self._decoder.device, self._sampled)
+        batch = build_batch(
+            plan, arena.geometry, arena.num_pages, self._decoder.device, self._sampled
+        )
         self._check_leases(batch.step.adapters)
         moved = self.move_pages(plan)
         with _waiting_if_it_fails(moved):
@@ -128,7 +134,9 @@ class ModelRunner:
         self._sampled = [result.token_id for result in results]
         return LaunchedStep(results=lambda: results, moved=moved)
 
-    def _launch_program(self, programs: StepPrograms, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
+    def _launch_program(
+        self, programs: StepPrograms, plan: StepPlan, masks: Future[StepMasks] | None
+    ) -> LaunchedStep:
         """Have the device compute a step."""
         step = pack_step(plan, self._arena.geometry, self._arena.num_pages, self._sampled)
         self._check_leases(step.adapters)
@@ -147,8 +155,12 @@ class ModelRunner:
         @torch.inference_mode()
         def results() -> list[ChunkResult]:
             tokens, used_masks = program.collect()
-            failures = {} if masks is None or used_masks is None else _failures(masks, used_masks, wanted)
-            return self._results(plan.chunks, step, dict(zip(wanted, tokens, strict=True)), failures, hidden)
+            failures = (
+                {} if masks is None or used_masks is None else _failures(masks, used_masks, wanted)
+            )
+            return self._results(
+                plan.chunks, step, dict(zip(wanted, tokens, strict=True)), failures, hidden
+            )
 
         return LaunchedStep(results=results, moved=moved)
 
@@ -177,13 +189,18 @@ class ModelRunner:
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
                     failure=failure,
-                    is_non_finite=is_non_finite or not all(math.isfinite(entry.logprob) for entry in prompt_logprobs),
+                    is_non_finite=is_non_finite
+                    or not all(math.isfinite(entry.logprob) for entry in prompt_logprobs),
                 )
             )
         return results
 
     def _sample(
-        self, chunks: Sequence[Chunk], step: PackedStep, hidden: torch.Tensor, masks: Future[StepMasks] | None
+        self,
+        chunks: Sequence[Chunk],
+        step: PackedStep,
+        hidden: torch.Tensor,
+        masks: Future[StepMasks] | None,
     ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, RequestError]]:
         """By places in the plan: the sampled token of each chunk that wants one, and why its grammar leaves none."""
         wanted = [step.order[index] for index in step.samples]
@@ -193,15 +210,21 @@ class ModelRunner:
         logits = self._logits(hidden, step.last_rows().tolist())
         row_masks = None if masks is None else _row_masks(masks, wanted)
         tokens = dict(zip(wanted, self._sampler.sample(logits, specs, row_masks), strict=True))
-        return tokens, {} if masks is None or row_masks is None else _failures(masks, row_masks, wanted)
+        return tokens, {} if masks is None or row_masks is None else _failures(
+            masks, row_masks, wanted
+        )
 
-    def _prompt_logprobs(self, chunk: Chunk, first_row: int, hidden: torch.Tensor) -> list[TokenLogprobs]:
+    def _prompt_logprobs(
+        self, chunk: Chunk, first_row: int, hidden: torch.Tensor
+    ) -> list[TokenLogprobs]:
         targets = chunk.prompt_targets or []
         found: list[TokenLogprobs] = []
         for start in range(0, len(targets), LOGPROB_ROWS):
             part = targets[start : start + LOGPROB_ROWS]
             rows = list(range(first_row + start, first_row + start + len(part)))
-            found += self._sampler.logprobs(self._logits(hidden, rows), part, chunk.num_prompt_logprobs)
+            found += self._sampler.logprobs(
+                self._logits(hidden, rows), part, chunk.num_prompt_logprobs
+            )
         return found
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -223,7 +246,9 @@ class ModelRunner:
         _check(plan.zero_pages + device_pages, 1, self._arena.num_pages, "page")
         _check((move.host_page for move in moves), 0, self._slab.num_pages, "host page")
 
-    def move_pages(self, plan: StepPlan, zero: Callable[[], None] | None = None) -> torch.cuda.Event | None:
+    def move_pages(
+        self, plan: StepPlan, zero: Callable[[], None] | None = None
+    ) -> torch.cuda.Event | None:
         """Move the pages.
 
         Args:
@@ -267,7 +292,9 @@ def _row_masks(masks: Future[StepMasks], wanted: Sequence[int]) -> RowMasks:
     return RowMasks([row_of[place] for place in filled.chunks], filled.bits)
 
 
-def _failures(masks: Future[StepMasks], used: RowMasks, wanted: Sequence[int]) -> dict[int, RequestError]:
+def _failures(
+    masks: Future[StepMasks], used: RowMasks, wanted: Sequence[int]
+) -> dict[int, RequestError]:
     """By places in the plan, why grammars leave no token."""
     return {wanted[row]: GRAMMAR_DEAD_END for row in used.dead} | masks.result().failures
 
@@ -275,4 +302,6 @@ def _failures(masks: Future[StepMasks], used: RowMasks, wanted: Sequence[int]) -
 def _check(pages: Iterable[int], first: int, end: int, name: str) -> None:
     wrong = [page for page in pages if not first <= page < end]
     if wrong:
-        raise PageAccountingError(f"a plan names {name} {wrong[0]}, which is not one of {first} to {end - 1}")
+        raise PageAccountingError(
+            f"a plan names {name} {wrong[0]}, which is not one of {first} to {end - 1}"
+        )

@@ -61,7 +61,9 @@ class PhiloxDraws:
 
     def uniform(self, seed: int, choice_index: int, output_index: int) -> float:
         """A draw from 0 up to but not including 1."""
-        return self._ahead(seed, choice_index, output_index // DRAWS_AHEAD)[output_index % DRAWS_AHEAD]
+        return self._ahead(seed, choice_index, output_index // DRAWS_AHEAD)[
+            output_index % DRAWS_AHEAD
+        ]
 
     def _draw(self, seed: int, choice_index: int, block: int) -> list[float]:
         # Setting the state of one generator is ten times faster than making one per draw.
@@ -70,7 +72,9 @@ class PhiloxDraws:
         self._state["buffer_pos"] = len(self._state["buffer"])
         self._generator.state = self._state
         # The generator counts once for several numbers; a draw is the first of them.
-        raw = self._generator.random_raw(DRAWS_AHEAD * len(self._state["buffer"]))[:: len(self._state["buffer"])]
+        raw = self._generator.random_raw(DRAWS_AHEAD * len(self._state["buffer"]))[
+            :: len(self._state["buffer"])
+        ]
         drawn: list[float] = ((raw >> (64 - DRAW_BITS)) / (1 << DRAW_BITS)).tolist()
         return drawn
 
@@ -104,7 +108,9 @@ class Sampler:
             Per row the token, None where the row is no distribution or nothing is left of it, and its log-probabilities
             under the unchanged logits where they are asked for.
         """
-        words, reported = copy_in_one([self.columns(specs), self.reported_rows(specs)], logits.device)
+        words, reported = copy_in_one(
+            [self.columns(specs), self.reported_rows(specs)], logits.device
+        )
         codes = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         sample = partial(self.kernels.sample, logits, SamplingColumns(words), codes)
         found = self.choose(logits, specs, masks, reported, sample, codes)
@@ -145,7 +151,9 @@ class Sampler:
         """How the tokens of n rows are chosen, [NUM_COLUMNS, n] int32; see `sampling_words`."""
         return sampling_words([self._sampling(spec) for spec in specs])
 
-    def edit(self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None) -> None:
+    def edit(
+        self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None
+    ) -> None:
         """Apply penalties and biases, and rule out what a row does not allow; one copy to the device.
 
         Args:
@@ -154,7 +162,9 @@ class Sampler:
             masks: What grammars leave of some rows.
         """
         rows = [self._edits(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
-        mask_arrays = [np.array(masks.rows, dtype=np.int64), masks.bits.numpy()] if masks is not None else []
+        mask_arrays = (
+            [np.array(masks.rows, dtype=np.int64), masks.bits.numpy()] if masks is not None else []
+        )
         moved = copy_in_one([*mask_arrays, *edit_arrays(rows, logits.shape[1])], logits.device)
         apply_edits(logits, moved[len(mask_arrays) :])
         if masks is not None:
@@ -162,9 +172,14 @@ class Sampler:
 
     def reported_rows(self, specs: Sequence[SampleSpec]) -> np.ndarray:
         """The rows whose log-probabilities are asked for, int64."""
-        return np.array([row for row, spec in enumerate(specs) if spec.params.logprobs is not None], dtype=np.int64)
+        return np.array(
+            [row for row, spec in enumerate(specs) if spec.params.logprobs is not None],
+            dtype=np.int64,
+        )
 
-    def logprob_words(self, logits: torch.Tensor, codes: torch.Tensor, num_top: int) -> torch.Tensor:
+    def logprob_words(
+        self, logits: torch.Tensor, codes: torch.Tensor, num_top: int
+    ) -> torch.Tensor:
         """Log-probabilities of sampled tokens as one tensor, which `results` reads; nothing is read from the device.
 
         Args:
@@ -177,8 +192,15 @@ class Sampler:
             alternatives, their log-probabilities.
         """
         tokens = codes.clamp(min=0).long()
-        chosen, rank, top_ids, top = self.kernels.logprobs(logits, tokens, min(num_top, logits.shape[1]))
-        bits = (chosen[:, None].view(torch.int32), rank[:, None].int(), top_ids.int(), top.view(torch.int32))
+        chosen, rank, top_ids, top = self.kernels.logprobs(
+            logits, tokens, min(num_top, logits.shape[1])
+        )
+        bits = (
+            chosen[:, None].view(torch.int32),
+            rank[:, None].int(),
+            top_ids.int(),
+            top.view(torch.int32),
+        )
         return torch.cat(bits, dim=1)
 
     def results(
@@ -205,10 +227,21 @@ class Sampler:
         if logprob_words is not None:
             rows = self.reported_rows(specs).tolist()
             counts = [specs[row].params.logprobs for row in rows]
-            found = dict(zip(rows, _token_logprobs(logprob_words, [codes[row] for row in rows], counts), strict=True))
-        return [(token, found.get(row)) if token >= 0 else (None, None) for row, token in enumerate(codes)]
+            found = dict(
+                zip(
+                    rows,
+                    _token_logprobs(logprob_words, [codes[row] for row in rows], counts),
+                    strict=True,
+                )
+            )
+        return [
+            (token, found.get(row)) if token >= 0 else (None, None)
+            for row, token in enumerate(codes)
+        ]
 
-    def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+    ) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens; NaN where a row is no distribution.
 
         Args:
@@ -217,7 +250,9 @@ class Sampler:
             num_top: Alternatives per row.
         """
         tokens = copy_in_one([np.array(token_ids, dtype=np.int32)], logits.device)[0]
-        return _token_logprobs(self.logprob_words(logits, tokens, num_top).cpu(), token_ids, [None] * len(token_ids))
+        return _token_logprobs(
+            self.logprob_words(logits, tokens, num_top).cpu(), token_ids, [None] * len(token_ids)
+        )
 
     def _sampling(self, spec: SampleSpec) -> RowSampling:
         params = spec.params
@@ -228,7 +263,11 @@ class Sampler:
 
     def _edits(self, row: int, spec: SampleSpec) -> RowEdits:
         params, bias = spec.params, spec.params.logit_bias
-        held_back = (*self._eos_token_ids, *params.stop_token_ids) if spec.output_index < params.min_tokens else ()
+        held_back = (
+            (*self._eos_token_ids, *params.stop_token_ids)
+            if spec.output_index < params.min_tokens
+            else ()
+        )
         if held_back or params.bad_words:
             bias = {**bias, **dict.fromkeys((*held_back, *_ends_of_bad_words(spec)), -math.inf)}
         return RowEdits(
@@ -250,7 +289,9 @@ def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
             yield end
 
 
-def _token_logprobs(words: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[TokenLogprobs]:
+def _token_logprobs(
+    words: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int | None]
+) -> list[TokenLogprobs]:
     """Read what `Sampler.logprob_words` made, with so many alternatives of each row; None takes all there are."""
     ids = slice(2, words.shape[1] // 2 + 1)
     rows = zip(token_ids, counts, words.tolist(), words.view(torch.float32).tolist(), strict=True)

@@ -37,13 +37,15 @@ class ImageLayout:
     def on_host(self, image: npt.NDArray[np.uint8]) -> dict[str, Int32Array]:
         """The fields as views of a host image."""
         return {
-            name: image[start:end].view(np.int32).reshape(shape) for name, (start, end, shape) in self._fields.items()
+            name: image[start:end].view(np.int32).reshape(shape)
+            for name, (start, end, shape) in self._fields.items()
         }
 
     def on_device(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields as views of the device's image, uint8 [bytes]."""
         return {
-            name: image[start:end].view(torch.int32).view(shape) for name, (start, end, shape) in self._fields.items()
+            name: image[start:end].view(torch.int32).view(shape)
+            for name, (start, end, shape) in self._fields.items()
         }
 
 
@@ -79,7 +81,9 @@ class StepImages:
         """
         start, end = self._end, self._end + numbers.nbytes
         if end > len(self.device):
-            raise ValueError(f"a step has {end} bytes of numbers, its image has room for {len(self.device)}")
+            raise ValueError(
+                f"a step has {end} bytes of numbers, its image has room for {len(self.device)}"
+            )
         self.host[start:end].view(torch.int32).numpy()[:] = numbers.reshape(-1)
         self._end = aligned(end)
         return slice(start, end)

@@ -184,7 +184,9 @@ class StepProgram:
         self._sample_rows = fields["sample_rows"]
         self.columns = SamplingColumns(fields["sampling"])
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
-        self._loaded = _Loaded(specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0])
+        self._loaded = _Loaded(
+            specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0]
+        )
         self._launched: deque[_Launched] = deque()
         self.hidden = device.sampled[:0]
         """What the last run computed: rows after the last norm."""
@@ -222,7 +224,10 @@ class StepProgram:
         if not self.shape.is_decode:
             chunks, tables = step.prompts(self._device.arena.geometry.page_tokens)
             batches = zip(self._attention, tables, strict=True)
-            attention = tuple(AttentionBatch.of_rows(rows, self.shape.rows, chunks, pages) for rows, pages in batches)
+            attention = tuple(
+                AttentionBatch.of_rows(rows, self.shape.rows, chunks, pages)
+                for rows, pages in batches
+            )
             self.rows = replace(self.rows, attention=attention)
         _put(fields["sampling"], sampler.columns(specs), 0)
         images.append(step.tables)
@@ -247,7 +252,9 @@ class StepProgram:
         forward, sample = self._replays or (self._forward, self._sample)
         forward()
         masks = loaded.masks() if loaded.masks is not None else None
-        words = sampler.choose(self.logits, loaded.specs, masks, loaded.reported, sample, device.sampled)
+        words = sampler.choose(
+            self.logits, loaded.specs, masks, loaded.reported, sample, device.sampled
+        )
         self._launched.append(
             _Launched(
                 specs=loaded.specs,
@@ -268,7 +275,9 @@ class StepProgram:
         if launched.done is not None:
             launched.done.synchronize()
         codes = launched.codes.tolist()
-        found = self._device.sampler.results(codes, launched.specs, launched.masks, launched.logprob_words)
+        found = self._device.sampler.results(
+            codes, launched.specs, launched.masks, launched.logprob_words
+        )
         return found, launched.masks
 
     def record(self, capture: Capture) -> None:
@@ -304,7 +313,9 @@ class StepProgram:
 
     def _sample(self) -> None:
         if self.shape.samples:
-            self._device.sampler.kernels.sample(self.logits, self.columns, self._device.sampled[: self.shape.samples])
+            self._device.sampler.kernels.sample(
+                self.logits, self.columns, self._device.sampled[: self.shape.samples]
+            )
 
 
 def _put(field: Int32Array, numbers: Int32Array, rest: int) -> None:

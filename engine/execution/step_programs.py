@@ -73,14 +73,18 @@ class StepPrograms:
                     lora_tile_rows=tile_rows(num_rows),
                 )
                 _run(StepProgram(self._device, shape), nothing)
-        buckets = sorted({bucket_rows(count) for count in range(1, self._max_running + 1)}, reverse=True)
+        buckets = sorted(
+            {bucket_rows(count) for count in range(1, self._max_running + 1)}, reverse=True
+        )
         for rows in buckets:
             for has_lora in (True, False):
                 shape = self._decode_shape(rows, has_lora=has_lora)
                 program = self.decode[shape] = StepProgram(self._device, shape)
                 _run(program, nothing)
                 self._record(program)
-        masks = RowMasks([0], torch.full((1, -(-program.logits.shape[1] // WORD_BITS)), -1, dtype=torch.int32))
+        masks = RowMasks(
+            [0], torch.full((1, -(-program.logits.shape[1] // WORD_BITS)), -1, dtype=torch.int32)
+        )
         self._device.sampler.edit(program.logits, (), masks)
 
     def _record(self, program: StepProgram) -> None:
@@ -89,7 +93,9 @@ class StepPrograms:
         try:
             program.record(self._capture)
         except RuntimeError as error:  # what torch raises where a launch cannot be recorded
-            logger.warning("decode steps are launched one kernel at a time, not as CUDA graphs: %s", error)
+            logger.warning(
+                "decode steps are launched one kernel at a time, not as CUDA graphs: %s", error
+            )
             self._capture = None
 
     def _decode_shape(self, rows: int, *, has_lora: bool) -> StepShape:
@@ -107,7 +113,9 @@ class StepPrograms:
     def _prompt_shape(self, step: PackedStep) -> StepShape:
         rows = bucket_rows(step.num_rows)
         lora_tile_rows = tile_rows(rows)
-        lens = np.append(step.items().lens, np.zeros(rows - step.num_rows, dtype=np.int32))  # padding
+        lens = np.append(
+            step.items().lens, np.zeros(rows - step.num_rows, dtype=np.int32)
+        )  # padding
         return StepShape(
             rows=rows,
             items=len(lens),

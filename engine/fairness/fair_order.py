@@ -56,7 +56,9 @@ class FairOrder:
         num_rows: Most requests in a step.
     """
 
-    def __init__(self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float, num_rows: int) -> None:
+    def __init__(
+        self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float, num_rows: int
+    ) -> None:
         self._num_rows = num_rows
         self.paused: set[RequestState] = set()
         """Requests with pages and without a row."""
@@ -208,7 +210,11 @@ class FairOrder:
 
     def _row_among(self, node: Share, child: Share, state: RequestState) -> RequestState | None:
         """The row that a sibling of `child` gives up for it."""
-        if self._num_prioritized and isinstance(child, Flow) and (row := self._by_priority(node, state)) is not None:
+        if (
+            self._num_prioritized
+            and isinstance(child, Flow)
+            and (row := self._by_priority(node, state)) is not None
+        ):
             return row
         rows = self._rows_by_share.get(node)
         if rows is None:
@@ -228,8 +234,15 @@ class FairOrder:
     def _by_priority(self, node: Share, state: RequestState) -> RequestState | None:
         """The row of a tenant that makes way because the tenant ordered its own requests."""
         if node not in self._settled:
-            rows = [row for flow in node.stepping.values() if isinstance(flow, Flow) for row in self._free_rows(flow)]
-            self._settled[node] = max(rows, key=attrgetter("priority", "arrival_index"), default=None)
+            rows = [
+                row
+                for flow in node.stepping.values()
+                if isinstance(flow, Flow)
+                for row in self._free_rows(flow)
+            ]
+            self._settled[node] = max(
+                rows, key=attrgetter("priority", "arrival_index"), default=None
+            )
         row = self._settled[node]
         return row if row is not None and row.priority > state.priority else None
 
@@ -252,9 +265,13 @@ class FairOrder:
     def is_behind(self, other: RequestState, state: RequestState) -> bool:
         """Whether `other` must give its pages to `state`, because its share is far enough ahead."""
         share, mine = _apart(other.share, state.share)
-        return share is not mine and self._is_ahead(share, share.now if other.has_row else share.after, mine)
+        return share is not mine and self._is_ahead(
+            share, share.now if other.has_row else share.after, mine
+        )
 
-    def yielding(self, state: RequestState, others: Iterable[RequestState]) -> Iterator[RequestState]:
+    def yielding(
+        self, state: RequestState, others: Iterable[RequestState]
+    ) -> Iterator[RequestState]:
         """Those of `others` that give their pages up for `state`, each as if those before it had done so already."""
         ours = state.share
         given: Counter[Share] = Counter()
@@ -277,7 +294,13 @@ class FairOrder:
     def place(self, state: RequestState) -> tuple[float, ...]:
         """Sorts requests of the step and others alike: the smallest is the most entitled to pages."""
         flow, tenant, _ = state.share.path
-        return (not state.has_row, state.request.flow.lane, tenant.counter, flow.counter, state.arrival_index)
+        return (
+            not state.has_row,
+            state.request.flow.lane,
+            tenant.counter,
+            flow.counter,
+            state.arrival_index,
+        )
 
     def turn(self, state: RequestState) -> tuple[float, ...]:
         """Sorts requests with rows, or about to get one, by their turn for tokens; a lane's weight counts here."""
@@ -319,7 +342,10 @@ class FairOrder:
         if place < share.after + self._slack(share):
             return False
         rows = other.rows if rows is None else rows
-        return place >= self._far(share) or (rows - 1) / other.weight >= (share.rows + 1) / share.weight
+        return (
+            place >= self._far(share)
+            or (rows - 1) / other.weight >= (share.rows + 1) / share.weight
+        )
 
     def _next(self) -> RequestState | None:
         while True:
@@ -394,6 +420,10 @@ def _apart(flow: Flow, other: Flow) -> tuple[Share, Share]:
     """The two shares to compare: the ancestors of both flows, or the flows themselves, that have the same parent."""
     share: Share = flow
     sibling: Share = other
-    while share.parent is not sibling.parent and share.parent is not None and sibling.parent is not None:
+    while (
+        share.parent is not sibling.parent
+        and share.parent is not None
+        and sibling.parent is not None
+    ):
         share, sibling = share.parent, sibling.parent
     return share, sibling

@@ -55,7 +55,12 @@ class ShortestPredicted(InnerOrder):
     def key(self, state: RequestState) -> SortKey:
         """Priority, started or not, arrival in seconds plus a time for each predicted token, arrival."""
         grace_s = min(OVERTAKING_S_PER_TOKEN * state.predicted_tokens, MAX_OVERTAKING_S)
-        return (state.priority, not state.has_started, state.arrived_s + grace_s, state.arrival_index)
+        return (
+            state.priority,
+            not state.has_started,
+            state.arrived_s + grace_s,
+            state.arrival_index,
+        )
 
 
 class LeastSlack(InnerOrder):
@@ -110,7 +115,9 @@ class Mlfq(InnerOrder):
     def due(self, stopped: Iterable[RequestState], now_s: float) -> list[RequestState]:
         """Those that have been without a row for long, with their pages or without."""
         before_s = now_s - MAX_PAUSE_S
-        return [state for state in stopped if state.level != AT_THE_FRONT and state.paused_s <= before_s]
+        return [
+            state for state in stopped if state.level != AT_THE_FRONT and state.paused_s <= before_s
+        ]
 
     def renew(self, state: RequestState) -> None:
         """Go to the front."""
@@ -126,4 +133,6 @@ class Mlfq(InnerOrder):
 
 def inner_order(name: InnerName) -> InnerOrder:
     """The order of that name."""
-    return {"fifo": InnerOrder, "shortest": ShortestPredicted, "slack": LeastSlack, "mlfq": Mlfq}[name]()
+    return {"fifo": InnerOrder, "shortest": ShortestPredicted, "slack": LeastSlack, "mlfq": Mlfq}[
+        name
+    ]()

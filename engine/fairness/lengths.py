@@ -51,8 +51,16 @@ class Lengths:
 
     def p50(self, tenant: str, adapter: str | None, cap: int) -> int:
         """Median length in tokens, from 1 to `cap`; `UNSEEN_TOKENS` where nothing is known."""
-        candidates = (self.histograms.get((tenant, adapter)), self.histograms.get((tenant,)), self._all)
-        known = (one for one in candidates if one is not None and one.num_observations >= MIN_OBSERVATIONS)
+        candidates = (
+            self.histograms.get((tenant, adapter)),
+            self.histograms.get((tenant,)),
+            self._all,
+        )
+        known = (
+            one
+            for one in candidates
+            if one is not None and one.num_observations >= MIN_OBSERVATIONS
+        )
         histogram = next(known, None)
         tokens = UNSEEN_TOKENS if histogram is None else histogram.median()
         return max(1, min(tokens, cap))
@@ -71,7 +79,9 @@ class _Histogram:
     @property
     def num_observations(self) -> float:
         """Observations, each by what it still counts."""
-        return self._total / self._weight + 0.5  # the newest count a little less than 1: 8 of them must reach 8
+        return (
+            self._total / self._weight + 0.5
+        )  # the newest count a little less than 1: 8 of them must reach 8
 
     def add(self, tokens: int) -> None:
         self._weight *= _GROWTH

@@ -78,7 +78,9 @@ class Share:
         """Its place with one more row: the smallest gets the next one."""
         return self.counter + self.quantum * (self.rows + 1) / self.weight
 
-    def child(self, kind: type[ShareT], key: object, weight: float, credit: float, ticket: int) -> ShareT:
+    def child(
+        self, kind: type[ShareT], key: object, weight: float, credit: float, ticket: int
+    ) -> ShareT:
         """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
 
         One that had all it wanted so far keeps at most `credit` units of what it left to others.
@@ -126,10 +128,14 @@ class Share:
         queued, rows = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return self._check_counts(queued, rows, set().union(*(part[2] for part in parts)))
 
-    def _check_counts(self, queued: int, rows: int, request_ids: set[str]) -> tuple[int, int, set[str]]:
+    def _check_counts(
+        self, queued: int, rows: int, request_ids: set[str]
+    ) -> tuple[int, int, set[str]]:
         counted = (self.num_queued, self.rows, self.num_alive)
         if self.parent is not None and counted != (queued, rows, queued + rows):
-            raise EngineError(f"a share has {queued} requests queued and {rows} in the step, and counts {counted}")
+            raise EngineError(
+                f"a share has {queued} requests queued and {rows} in the step, and counts {counted}"
+            )
         return queued, rows, request_ids
 
     def touch(self) -> None:
@@ -235,7 +241,9 @@ class ChildRows:
     def __init__(self, node: Share) -> None:
         self._node = node
         farthest = most = 0.0
-        for share in node.stepping.values():  # there may be as many as rows; `share.now` would be a call for each
+        for share in (
+            node.stepping.values()
+        ):  # there may be as many as rows; `share.now` would be a call for each
             place = share.counter + share.quantum * share.rows / share.weight
             rows = (share.rows - 1) / share.weight
             farthest = place if place > farthest else farthest

@@ -73,7 +73,9 @@ class TenantService:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, prices: Prices, lengths: Lengths, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, prices: Prices, lengths: Lengths, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.prices = prices
         self.lengths = lengths
         self._clock = clock
@@ -90,7 +92,11 @@ class TenantService:
         if tenant is None:
             tenant = self.tenants[state.tenant] = _Tenant()
             if len(self.tenants) > MAX_KNOWN_TENANTS:
-                self.tenants = {key: kept for key, kept in self.tenants.items() if kept.num_requests or kept is tenant}
+                self.tenants = {
+                    key: kept
+                    for key, kept in self.tenants.items()
+                    if kept.num_requests or kept is tenant
+                }
         tenant.weight = state.request.flow.weight
         tenant.num_requests += 1
 
@@ -125,7 +131,9 @@ class TenantService:
             return self.prices.prompt + self.prices.prompt_context * state.num_computed
         return self.prices.output + self.prices.context * state.num_computed
 
-    def charge(self, chunks: Sequence[tuple[RequestState, Chunk]]) -> list[tuple[RequestState, float]]:
+    def charge(
+        self, chunks: Sequence[tuple[RequestState, Chunk]]
+    ) -> list[tuple[RequestState, float]]:
         """The price of each chunk that was just computed, in units. Tokens computed again cost nothing.
 
         A distinct adapter in the step has its price once, divided among the requests that use it.
@@ -183,7 +191,10 @@ class TenantService:
         return {name: tenant.tokens for name, tenant in busiest if tenant.tokens}
 
     def loads(
-        self, running: Iterable[RequestState], waiting: Mapping[str, int], reasons: Mapping[str, dict[str, int]]
+        self,
+        running: Iterable[RequestState],
+        waiting: Mapping[str, int],
+        reasons: Mapping[str, dict[str, int]],
     ) -> dict[str, TenantLoad]:
         """What each tenant with requests has here, and its rate since the last call."""
         by_tenant: defaultdict[str, list[RequestState]] = defaultdict(list)

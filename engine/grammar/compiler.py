@@ -53,7 +53,10 @@ class Grammars:
     """
 
     def __init__(
-        self, compiled: Callable[[str], Matcher], executor: TaskExecutor, notify: Callable[[], None] | None = None
+        self,
+        compiled: Callable[[str], Matcher],
+        executor: TaskExecutor,
+        notify: Callable[[], None] | None = None,
     ) -> None:
         self._compile = compiled
         self._executor = executor
@@ -107,7 +110,10 @@ class Grammars:
                 self.kept[job.key] = (result, job.cost)
                 self._hold_bounds()
             for request_id, request in job.requests.items():
-                yield request_id, _started(result, request) if isinstance(result, Matcher) else result
+                yield (
+                    request_id,
+                    _started(result, request) if isinstance(result, Matcher) else result,
+                )
 
     def close(self) -> None:
         """Drop what waits, and return when what is compiled is done."""
@@ -155,7 +161,9 @@ def _made(what: str, make: Callable[[], Matcher]) -> Matcher | RequestError:
         return make()
     except ManyloraError as error:
         return request_error(error)
-    except BaseException:  # a panic of llguidance is no Exception, and must end no more than this request
+    except (
+        BaseException
+    ):  # a panic of llguidance is no Exception, and must end no more than this request
         logger.exception("%s failed", what)
         return INTERNAL
 

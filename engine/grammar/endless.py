@@ -81,7 +81,10 @@ def _of_types(schema: Mapping[str, Any], place: Place, types: set[str]) -> Itera
         members = _required(schema) if kind == "object" else _first_items(schema)
         yield place + _TYPE, frozenset((*place, *member) for member in members)
     if "object" in types:
-        yield from (((*place, *_ONE_MORE), frozenset((*place, *each) for each in part)) for part in _more(schema))
+        yield from (
+            ((*place, *_ONE_MORE), frozenset((*place, *each) for each in part))
+            for part in _more(schema)
+        )
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -92,7 +95,9 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 def _more(schema: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
     """Schemas for a member beyond the required ones, by their places; nothing if it may be any value."""
     required = set(schema.get("required", ()))
-    yield from ((("properties", name),) for name in schema.get("properties", {}) if name not in required)
+    yield from (
+        (("properties", name),) for name in schema.get("properties", {}) if name not in required
+    )
     yield from ((("patternProperties", name),) for name in schema.get("patternProperties", {}))
     yield (("additionalProperties",),) if "additionalProperties" in schema else ()
 

@@ -22,7 +22,10 @@ _IN_LARK = re.compile(r"%json\s*(?=[{tf])")
 
 
 def json_rule(
-    schema: object, param: str = "schema", rules: dict[str, str] | None = None, options: Mapping[str, object] = _OPTIONS
+    schema: object,
+    param: str = "schema",
+    rules: dict[str, str] | None = None,
+    options: Mapping[str, object] = _OPTIONS,
 ) -> str:
     """A JSON schema as an expression for use inside a Lark grammar.
 
@@ -39,12 +42,18 @@ def json_rule(
 
     def plain(part: Any) -> str:  # noqa: ANN401 - JSON
         chosen = {"x-guidance": {**options, **_ALWAYS}}
-        return "%json " + json.dumps(chosen if part is True else {**part, **chosen}, separators=(",", ":"))
+        return "%json " + json.dumps(
+            chosen if part is True else {**part, **chosen}, separators=(",", ":")
+        )
 
-    return WideNumbers(kept, param, {} if rules is None else rules, plain).expression() or plain(kept)
+    return WideNumbers(kept, param, {} if rules is None else rules, plain).expression() or plain(
+        kept
+    )
 
 
-def json_grammar(schema: object, param: str = "schema", options: Mapping[str, object] = _OPTIONS) -> str:
+def json_grammar(
+    schema: object, param: str = "schema", options: Mapping[str, object] = _OPTIONS
+) -> str:
     """A JSON schema as a whole grammar; raises like `json_rule`."""
     rules: dict[str, str] = {}
     start = json_rule(schema, param, rules, options)
@@ -73,4 +82,6 @@ def with_schemas_read(lark: str) -> str:
             raise refusal("After %json must stand a JSON schema.", f"grammar.{index}") from error
         parts += [lark[end : found.start()], json_rule(schema, f"grammar.{index}", rules)]
         end = found.end() + length
-    return "\n".join(("".join(parts) + lark[end:], *(f"{name}: {rule}" for name, rule in rules.items())))
+    return "\n".join(
+        ("".join(parts) + lark[end:], *(f"{name}: {rule}" for name, rule in rules.items()))
+    )

@@ -78,10 +78,16 @@ class Masks:
                 failures[chunk] = GRAMMAR_DEAD_END
             else:
                 for token_id in matcher.end_tokens():
-                    bits.view(np.uint32)[row, token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
-        return StepMasks(chunks=[chunk for chunk, _ in matchers], bits=torch.from_numpy(bits), failures=failures)
+                    bits.view(np.uint32)[row, token_id // WORD_BITS] |= np.uint32(
+                        1 << token_id % WORD_BITS
+                    )
+        return StepMasks(
+            chunks=[chunk for chunk, _ in matchers], bits=torch.from_numpy(bits), failures=failures
+        )
 
-    def _compute(self, matchers: Sequence[tuple[int, Matcher]], bits: npt.NDArray[np.int32]) -> None:
+    def _compute(
+        self, matchers: Sequence[tuple[int, Matcher]], bits: npt.NDArray[np.int32]
+    ) -> None:
         from llguidance import LLExecutor
 
         if self._executor is None:
@@ -90,7 +96,9 @@ class Masks:
         started_s, was_slow = time.perf_counter(), self._was_slow
         if not was_slow:
             try:
-                self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits.strides[0], len(jobs))
+                self._executor.unsafe_compute_mask_ptr(
+                    jobs, bits.ctypes.data, bits.strides[0], len(jobs)
+                )
             except BaseException:  # a panic of llguidance is no Exception
                 logger.exception("the masks of a step failed; they are made one by one")
                 was_slow = True

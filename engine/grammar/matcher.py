@@ -77,7 +77,8 @@ class GrammarTokens:
 
         if not self._eos_token_ids:
             return InvalidRequestError(
-                "This model cannot be held to a grammar: it names no end-of-sequence token.", code="grammar_unsupported"
+                "This model cannot be held to a grammar: it names no end-of-sequence token.",
+                code="grammar_unsupported",
             )
         try:
             source = json.loads((self._folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -86,7 +87,8 @@ class GrammarTokens:
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("grammars do not know the tokenizer of %s: %s", self._folder, error)
             message = (
-                "This model cannot be held to a grammar: grammars know byte-level tokenizers and byte fallback only."
+                "This model cannot be held to a grammar: grammars know byte-level tokenizers and "
+                "byte fallback only."
             )
             return InvalidRequestError(message, code="grammar_unsupported")
 
@@ -99,7 +101,9 @@ class GrammarTokens:
         parser = compiled_parser(self.tokenizer, text)
         if parser.is_error():
             problem = schema_problem if "%json" in text else grammar_problem
-            message = f"No answer can be held to this grammar or schema: {problem(parser.get_error())}."
+            message = (
+                f"No answer can be held to this grammar or schema: {problem(parser.get_error())}."
+            )
             raise InvalidRequestError(message, code="grammar_too_complex")
         return Matcher(parser, self.tokenizer)
 
@@ -108,7 +112,9 @@ def compiled_parser(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     """At the start of a grammar, or in error; what the first mask takes to find out is known to its copies."""
     from llguidance import LLMatcher, LLParserLimits
 
-    parser = LLMatcher(tokenizer, _source(text), log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    parser = LLMatcher(
+        tokenizer, _source(text), log_level=0, limits=LLParserLimits(**PARSER_LIMITS)
+    )
     if not parser.is_error():
         parser.compute_bitmask()
     return parser
@@ -146,14 +152,20 @@ class Matcher:
     """
 
     def __init__(
-        self, parser: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int] = (), wear: Wear | None = None
+        self,
+        parser: LLMatcher,
+        tokenizer: LLTokenizer,
+        stop_token_ids: Sequence[int] = (),
+        wear: Wear | None = None,
     ) -> None:
         self.parser = parser
         self.wear = wear or Wear()
         self._error: RequestError | None = None
         self._num_slow = 0
         self._tokenizer = tokenizer
-        self._stop_token_ids = [token_id for token_id in stop_token_ids if token_id < tokenizer.vocab_size]
+        self._stop_token_ids = [
+            token_id for token_id in stop_token_ids if token_id < tokenizer.vocab_size
+        ]
 
     @property
     def num_words(self) -> int:
@@ -197,10 +209,14 @@ class Matcher:
             work(*arguments)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic of llguidance is no Exception, and must end no more than this output
+        except (
+            BaseException
+        ):  # a panic of llguidance is no Exception, and must end no more than this output
             logger.exception("following a grammar failed")
             self._error = INTERNAL
-        self._num_slow = max(self._num_slow + (4 if time.thread_time() - started_s > SLOW_S else -1), 0)
+        self._num_slow = max(
+            self._num_slow + (4 if time.thread_time() - started_s > SLOW_S else -1), 0
+        )
         if self._num_slow > MAX_SLOW:
             self._error = GRAMMAR_TOO_COMPLEX
 

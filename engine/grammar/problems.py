@@ -5,30 +5,56 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-TOO_COMPLEX = "it takes too long to read. Use fewer properties, alternatives and allOf, and simpler patterns"
+TOO_COMPLEX = (
+    "it takes too long to read. Use fewer properties, alternatives and allOf, and simpler patterns"
+)
 _Texts = Sequence[tuple[str, str]]
 """Regular expressions for what llguidance says, each with what it means; the first one that is found counts."""
 
 _OF_PATTERNS: _Texts = (
     (r"look-?around", "look-ahead and look-behind are not taken in regular expressions"),
     (r"back-?references", "back references are not taken in regular expressions"),
-    (r"unclosed group|unopened group", "a regular expression in it has a parenthesis without its other half"),
+    (
+        r"unclosed group|unopened group",
+        "a regular expression in it has a parenthesis without its other half",
+    ),
     (r"unclosed character class", "a regular expression in it has a bracket that is not closed"),
-    (r"repetition|decimal literal", "a regular expression in it repeats nothing, or not as {least,most} says"),
-    (r"class range", "a regular expression in it has a range of characters that ends before it begins"),
-    (r"Unicode property|Unicode class", "a regular expression in it names a class of characters that is not known"),
-    (r"escape sequence|incomplete escape", "a regular expression in it has a backslash before what needs none"),
-    (r"regex parse error|invalid regex|[Rr]egex.*(error|failed)", "it has a regular expression that is none"),
+    (
+        r"repetition|decimal literal",
+        "a regular expression in it repeats nothing, or not as {least,most} says",
+    ),
+    (
+        r"class range",
+        "a regular expression in it has a range of characters that ends before it begins",
+    ),
+    (
+        r"Unicode property|Unicode class",
+        "a regular expression in it names a class of characters that is not known",
+    ),
+    (
+        r"escape sequence|incomplete escape",
+        "a regular expression in it has a backslash before what needs none",
+    ),
+    (
+        r"regex parse error|invalid regex|[Rr]egex.*(error|failed)",
+        "it has a regular expression that is none",
+    ),
 )
 _OF_SIZE = (
     r"takes too long|panic|fuel|too (large|many|complex|big|deep)|limit|exceed|stack|TooComplex|MaxTokens|overflow",
     TOO_COMPLEX,
 )
 _OF_SCHEMAS: _Texts = (
-    (r"circular references", "a $ref leads back to itself and has other keywords beside it. Move them into an object"),
+    (
+        r"circular references",
+        "a $ref leads back to itself and has other keywords beside it. Move them into an object",
+    ),
     (r"not disjoint", "two of patternProperties may match one name. Make them exclude each other"),
     (r"min/maxProperties", "counts of properties work only where all of properties are required"),
-    (r"minLength.*maxLength|minItems.*maxItems|greater than", "a minimum in it is above its maximum"),
+    (
+        r"minLength.*maxLength|minItems.*maxItems|greater than",
+        "a minimum in it is above its maximum",
+    ),
     (r"Regex is empty", "no string fits its pattern, format and lengths together"),
     (r"[Uu]nsatisfiable|NoExtension", "no value fits it"),
     *_OF_PATTERNS,

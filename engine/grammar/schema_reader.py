@@ -32,16 +32,39 @@ Place = tuple[str, ...]
 _HOLD_ONE = frozenset({"items", "additionalItems", "additionalProperties"})
 _HOLD_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _HOLD_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_COUNTS = frozenset({"minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"})
+_COUNTS = frozenset(
+    {"minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"}
+)
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _TEXTS = frozenset({"pattern", "format", "$ref"})
 _RULES = frozenset(
-    {*_HOLD_ONE, *_HOLD_LIST, *_HOLD_NAMED, *_COUNTS, *_BOUNDS, *_TEXTS, "multipleOf", "type", "enum", "const"}
+    {
+        *_HOLD_ONE,
+        *_HOLD_LIST,
+        *_HOLD_NAMED,
+        *_COUNTS,
+        *_BOUNDS,
+        *_TEXTS,
+        "multipleOf",
+        "type",
+        "enum",
+        "const",
+    }
     | {"required"}
 )
 _NOTES = frozenset(
     {
-        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+        *(
+            "title",
+            "description",
+            "default",
+            "example",
+            "examples",
+            "deprecated",
+            "readOnly",
+            "writeOnly",
+            "$comment",
+        ),
         *("discriminator", "contentEncoding", "contentMediaType"),
     }
 )
@@ -79,7 +102,9 @@ def read_schema(schema: object, param: str) -> Any:  # noqa: ANN401 - JSON
 
 def refusal(message: str, path: str) -> InvalidRequestError:
     """The error for a part of a schema."""
-    return InvalidRequestError(f"{path[:200]}: {message}", param=path[:200], code="invalid_json_schema")
+    return InvalidRequestError(
+        f"{path[:200]}: {message}", param=path[:200], code="invalid_json_schema"
+    )
 
 
 def place_of(reference: str) -> Place:
@@ -113,7 +138,9 @@ class _Reader:
         """Refuse a reference to what was not read as a schema, and so is unchecked."""
         for reference, path in self._references:
             if place_of(reference) not in self._places:
-                raise refusal(f"{reference[:100]} names no schema in this schema: it does not exist.", path)
+                raise refusal(
+                    f"{reference[:100]} names no schema in this schema: it does not exist.", path
+                )
 
     def kept(self, schema: object, path: str, depth: int = 0, place: Place = ()) -> Any:  # noqa: ANN401 - JSON
         """A schema without its notes."""
@@ -123,12 +150,18 @@ class _Reader:
         if not isinstance(schema, dict):
             raise refusal("A schema must be an object, true or false.", path)
         if depth >= MAX_SCHEMA_DEPTH:
-            raise refusal(f"Schemas may be nested {MAX_SCHEMA_DEPTH} deep. Use $defs and $ref for what repeats.", path)
+            raise refusal(
+                f"Schemas may be nested {MAX_SCHEMA_DEPTH} deep. Use $defs and $ref for what repeats.",
+                path,
+            )
         known = _RULES if depth else _RULES | _AT_ROOT
         unknown = [name for name in schema if name not in known and not _is_note(name)]
         if unknown:
             names = ", ".join(repr(name[:40]) for name in unknown[:10])
-            raise refusal(f"Manylora does not know the keywords {names}, so no answer can be held to them.", path)
+            raise refusal(
+                f"Manylora does not know the keywords {names}, so no answer can be held to them.",
+                path,
+            )
         kept = {
             name: self._value(name, value, f"{path}.{name}", depth + 1, (*place, name))
             for name, value in schema.items()
@@ -145,12 +178,21 @@ class _Reader:
             if not value and name in ("anyOf", "oneOf"):
                 raise refusal(f"{name} must hold at least one schema.", path)
             pairs = [(str(index), each) for index, each in enumerate(value)]
-            return [self.kept(each, f"{path}.{index}", depth, (*place, index)) for index, each in pairs]
+            return [
+                self.kept(each, f"{path}.{index}", depth, (*place, index)) for index, each in pairs
+            ]
         if name in _HOLD_NAMED:
             if not isinstance(value, dict):
                 raise refusal(f"{name} must be an object of schemas.", path)
-            return {key: self.kept(each, f"{path}.{key}", depth, (*place, key)) for key, each in value.items()}
-        return self.kept(value, path, depth, place) if name in _HOLD_ONE else self._plain(name, value, path)
+            return {
+                key: self.kept(each, f"{path}.{key}", depth, (*place, key))
+                for key, each in value.items()
+            }
+        return (
+            self.kept(value, path, depth, place)
+            if name in _HOLD_ONE
+            else self._plain(name, value, path)
+        )
 
     def _plain(self, name: str, value: object, path: str) -> object:
         """The value of a keyword that holds no schemas."""
@@ -181,7 +223,10 @@ class _Reader:
             message = f"All multipleOf together must be at most {MAX_REMAINDERS}, their decimals counted as whole."
             raise refusal(message, path)
         if not _is_exact_decimal(value):
-            raise refusal("Answers cannot be held to multiples of this fraction. Take another, or whole numbers.", path)
+            raise refusal(
+                "Answers cannot be held to multiples of this fraction. Take another, or whole numbers.",
+                path,
+            )
 
 
 def num_remainders(value: object) -> int:
@@ -231,7 +276,13 @@ def _check_value(value: object, path: str, depth: int = 0) -> None:
         raise refusal("A number must be finite; this one is beyond what a float holds.", path)
     if depth >= MAX_VALUE_DEPTH:
         raise refusal(f"Values may be nested {MAX_VALUE_DEPTH} deep, not nested deeply.", path)
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inner:
         _check_value(each, f"{path}.{key}", depth + 1)
 
@@ -246,7 +297,10 @@ _CHECKS: Mapping[str, Callable[[object, str], None]] = {
 
 def _check_range(schema: dict[str, Any], path: str) -> None:
     """Refuse the one kind of range that llguidance gets wrong: it would allow the bound that is excluded."""
-    if not ("exclusiveMinimum" in schema or "exclusiveMaximum" in schema) or schema.get("type") == "integer":
+    if (
+        not ("exclusiveMinimum" in schema or "exclusiveMaximum" in schema)
+        or schema.get("type") == "integer"
+    ):
         return
     for name, *others in (
         ("exclusiveMinimum", "maximum", "exclusiveMaximum"),

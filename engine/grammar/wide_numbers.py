@@ -52,7 +52,13 @@ class WideNumbers:
         plain: Makes an expression of a schema that holds no such number.
     """
 
-    def __init__(self, root: Any, param: str, rules: dict[str, str], plain: Callable[[Any], str]) -> None:  # noqa: ANN401 - JSON
+    def __init__(
+        self,
+        root: Any,  # noqa: ANN401 - JSON
+        param: str,
+        rules: dict[str, str],
+        plain: Callable[[Any], str],
+    ) -> None:
         self._root = root
         self._param = param
         self._rules = rules
@@ -151,7 +157,10 @@ class WideNumbers:
         if len(keywords) > 2 or "type" not in keywords or name not in ("anyOf", "oneOf"):
             return False
         options = [self._named_by((*place, name, str(index))) for index in range(len(schema[name]))]
-        return all(each is False or (_is_object(each) and each.get("type") == schema["type"]) for each in options)
+        return all(
+            each is False or (_is_object(each) and each.get("type") == schema["type"])
+            for each in options
+        )
 
     def _named_by(self, place: Place) -> Any:  # noqa: ANN401 - JSON
         """A schema, or what its `$ref` names in the end."""
@@ -205,7 +214,9 @@ class WideNumbers:
         pending = list(places)
         for each in pending:
             below = (
-                [(*each, *part) for part, _ in parts_of(self._schemas[each])] if _is_object(self._schemas[each]) else []
+                [(*each, *part) for part, _ in parts_of(self._schemas[each])]
+                if _is_object(self._schemas[each])
+                else []
             )
             pending += [inner for inner in below if inner[len(each)] not in _SHARED]
             if not _is_object(self._schemas[each]) or "$ref" not in self._schemas[each]:
@@ -225,7 +236,10 @@ class WideNumbers:
 
     def _one_of_values(self, schema: Mapping[str, Any], place: Place, keywords: Set[str]) -> str:
         if not keywords <= {"const", "enum", "type"} or len(keywords & {"const", "enum"}) > 1:
-            raise self._refuse(f"Answers cannot be held to all of {', '.join(sorted(keywords))} at once here", place)
+            raise self._refuse(
+                f"Answers cannot be held to all of {', '.join(sorted(keywords))} at once here",
+                place,
+            )
         values = [schema["const"]] if "const" in schema else schema["enum"]
         kinds = self._kinds(schema)
         fitting = [value for value in values if _kind(value) & set(kinds)]
@@ -257,8 +271,16 @@ class WideNumbers:
         if kind == "integer":
             patterns = [_whole_numbers(low, high)]
         else:
-            below = "" if low is not None and low >= -_SAFE else _whole_numbers(low, _least(high, -_SAFE))
-            above = "" if high is not None and high <= _SAFE else _whole_numbers(_most(low, _SAFE), high)
+            below = (
+                ""
+                if low is not None and low >= -_SAFE
+                else _whole_numbers(low, _least(high, -_SAFE))
+            )
+            above = (
+                ""
+                if high is not None and high <= _SAFE
+                else _whole_numbers(_most(low, _SAFE), high)
+            )
             patterns = [below, above]
         options = [self._counted(f"/{pattern}/") for pattern in patterns if pattern]
         if kind == "number" and (low is None or low <= _SAFE) and (high is None or high >= -_SAFE):
@@ -272,8 +294,13 @@ class WideNumbers:
 
     def _object(self, own: Mapping[str, Any], place: Place) -> str:
         if own.keys() & {"patternProperties", "minProperties", "maxProperties"}:
-            raise self._refuse("Answers cannot be held to patternProperties and counts of properties here", place)
-        members = {name: (each, (*place, "properties", name)) for name, each in own.get("properties", {}).items()}
+            raise self._refuse(
+                "Answers cannot be held to patternProperties and counts of properties here", place
+            )
+        members = {
+            name: (each, (*place, "properties", name))
+            for name, each in own.get("properties", {}).items()
+        }
         further = own.get("additionalProperties", True), (*place, "additionalProperties")
         return self._members(members, own.get("required", ()), further)
 
@@ -283,9 +310,14 @@ class WideNumbers:
         required: list[str] = []
         kinds = set()
         for each, part in self._joined(place):
-            own = {name: (value, (*part, "properties", name)) for name, value in each.get("properties", {}).items()}
+            own = {
+                name: (value, (*part, "properties", name))
+                for name, value in each.get("properties", {}).items()
+            }
             keywords = each.keys() - _UNTOLD - {"allOf", "type", "properties", "required"}
-            keywords -= {"additionalProperties"} if each.get("additionalProperties") is True else set()
+            keywords -= (
+                {"additionalProperties"} if each.get("additionalProperties") is True else set()
+            )
             if keywords or each.get("type", "object") != "object" or own.keys() & members.keys():
                 break
             kinds.add(each.get("type"))
@@ -315,10 +347,16 @@ class WideNumbers:
                 pending.append(place_of(schema["$ref"]))
             else:
                 yield schema, place
-                pending += ((*place, "allOf", str(index)) for index in reversed(range(len(schema.get("allOf", ())))))
+                pending += (
+                    (*place, "allOf", str(index))
+                    for index in reversed(range(len(schema.get("allOf", ()))))
+                )
 
     def _members(
-        self, members: Mapping[str, tuple[Any, Place]], required: Sequence[str], further: tuple[Any, Place]
+        self,
+        members: Mapping[str, tuple[Any, Place]],
+        required: Sequence[str],
+        further: tuple[Any, Place],
     ) -> str:
         """An object with these members, each with its place, and further ones."""
         pairs = []
@@ -326,10 +364,18 @@ class WideNumbers:
             each, place = members.get(name, further)
             if each is not False:
                 value = self._value_at(each, place)
-                pairs.append((f"{_quoted(json.dumps(name, ensure_ascii=False) + ': ')} {value}", name in required))
+                pairs.append(
+                    (
+                        f"{_quoted(json.dumps(name, ensure_ascii=False) + ': ')} {value}",
+                        name in required,
+                    )
+                )
         more = ""
         if further[0] is not False:
-            names = [json.dumps(name, ensure_ascii=False) for name in dict.fromkeys((*members, *required))]
+            names = [
+                json.dumps(name, ensure_ascii=False)
+                for name in dict.fromkeys((*members, *required))
+            ]
             key = self._new_name().upper()
             taken = f" & ~/{'|'.join(map(_escaped, names))}/" if names else ""
             self._rules[key] = f"/{_NAME}/{taken}"
@@ -343,17 +389,25 @@ class WideNumbers:
         is_old = isinstance(own.get("items"), list)
         first, rest = ("items", "additionalItems") if is_old else ("prefixItems", "items")
         least, most = own.get("minItems", 0), own.get("maxItems", math.inf)
-        items = [self._value(each, (*place, first, str(index))) for index, each in enumerate(own.get(first, ()))]
+        items = [
+            self._value(each, (*place, first, str(index)))
+            for index, each in enumerate(own.get(first, ()))
+        ]
         further = own.get(rest, True)
         more = "" if further is False else self._value_at(further, (*place, rest))
         if not items and more and most:
             items = [more]
         items = items if most >= len(items) else items[: int(most)]
         if least > most or (least > len(items) and not more):
-            raise refusal("An array cannot have this number of items.", ".".join((self._param, *place)))
+            raise refusal(
+                "An array cannot have this number of items.", ".".join((self._param, *place))
+            )
         body = ""
         if more and most > len(items):
-            bounds = (max(least - len(items), 0), "" if math.isinf(most) else int(most) - len(items))
+            bounds = (
+                max(least - len(items), 0),
+                "" if math.isinf(most) else int(most) - len(items),
+            )
             body = f'(", " {more}){{{bounds[0]},{bounds[1]}}}'
         for index, item in reversed(list(enumerate(items))):
             body = f"{_quoted(', ') if index else ''} {item} {body}"
@@ -361,7 +415,9 @@ class WideNumbers:
         return f'"[" {body} "]"'
 
 
-def in_order(rules: dict[str, str], name: str, pairs: Sequence[tuple[str, bool]], comma: str, more: str = "") -> str:
+def in_order(
+    rules: dict[str, str], name: str, pairs: Sequence[tuple[str, bool]], comma: str, more: str = ""
+) -> str:
     """A rule for all parts that are required and any of the others, in order.
 
     Args:
@@ -402,7 +458,9 @@ def _kind(value: object) -> set[str]:
         return {"null" if value is None else "boolean"}
     if isinstance(value, int | float):
         return {"number"} if value % 1 else {"number", "integer"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
+    return {
+        "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+    }
 
 
 def _written(value: object) -> str:
@@ -428,7 +486,9 @@ def _any_of(options: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return "".join(char if char.isalnum() or char in '"_ ' else f"\\x{{{ord(char):x}}}" for char in text)
+    return "".join(
+        char if char.isalnum() or char in '"_ ' else f"\\x{{{ord(char):x}}}" for char in text
+    )
 
 
 def _most(value: int | None, other: int) -> int:
@@ -454,7 +514,9 @@ def _whole_numbers(low: int | None, high: int | None) -> str:
         return ""
     options = []
     if low is None or low < 0:
-        options.append(f"-({_digits(1 if high is None or high >= 0 else -high, None if low is None else -low)})")
+        options.append(
+            f"-({_digits(1 if high is None or high >= 0 else -high, None if low is None else -low)})"
+        )
     if high is None or high >= 0:
         options.append(_digits(0 if low is None or low < 0 else low, high))
     return "|".join(options)

@@ -36,14 +36,20 @@ class ConfigFields:
     """
 
     def __init__(
-        self, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, *, prefix: str = ""
+        self,
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        prefix: str = "",
     ) -> None:
         self._given = given
         self._defaults = defaults or {}
         self._prefix = prefix
         self._read: set[str] = set()
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER
+    ) -> int:
         """A whole number within these bounds; without a default the key is required."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
@@ -61,8 +67,14 @@ class ConfigFields:
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0; without a default the key is required."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
-            raise self.error(key, f"expected a number above 0 and up to {MAX_NUMBER:g}, got {shown(value)}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not MIN_NUMBER <= value <= MAX_NUMBER
+        ):
+            raise self.error(
+                key, f"expected a number above 0 and up to {MAX_NUMBER:g}, got {shown(value)}"
+            )
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -97,7 +109,9 @@ class ConfigFields:
         match self._optional(key, list, "two whole numbers"):
             case None:
                 return None
-            case [int(first), int(second)] if 1 <= min(first, second) <= max(first, second) <= MAX_INTEGER:
+            case [int(first), int(second)] if (
+                1 <= min(first, second) <= max(first, second) <= MAX_INTEGER
+            ):
                 return first, second
         raise self.error(key, f"expected two whole numbers >= 1, got {shown(self._given[key])}")
 
@@ -109,7 +123,9 @@ class ConfigFields:
         """One of the values that are served; without a default the key is required."""
         value: T = self._get(key, default)
         if not any(value == each and type(value) is type(each) for each in served):
-            raise self.error(key, f"{shown(value)} is not served; served are {', '.join(map(str, served))}")
+            raise self.error(
+                key, f"{shown(value)} is not served; served are {', '.join(map(str, served))}"
+            )
         return value
 
     def require(self, key: str, expected: object, *, default: object) -> None:

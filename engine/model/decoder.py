@@ -56,7 +56,10 @@ class KvViews:
         """The views of an arena by layers with these sliding windows; they stay valid as long as it lives."""
         layers = range(arena.geometry.num_layers)
         return cls(
-            tuple(KvLayer(*arena.kv(layer), arena.kv_scales(layer), windows[layer]) for layer in layers),
+            tuple(
+                KvLayer(*arena.kv(layer), arena.kv_scales(layer), windows[layer])
+                for layer in layers
+            ),
             tuple(layer // arena.geometry.layers_per_group for layer in layers),
         )
 
@@ -157,17 +160,27 @@ class Decoder:
         group = step.kv.groups[index]
         qkv, delta = _project(step.lora, index, QKV, layer.qkv, x)
         seen = self._kernels.attend(
-            *(qkv, layer.head_norms, step.rotation, step.kv.layers[index], step.rows.slot_mapping[group]),
+            *(
+                qkv,
+                layer.head_norms,
+                step.rotation,
+                step.kv.layers[index],
+                step.rows.slot_mapping[group],
+            ),
             *(step.rows.attention[group], self._scale, *delta),
         )
         return _project(step.lora, index, OUT, layer.o, seen)
 
-    def _feed_forward(self, index: int, layer: DecoderLayer, x: torch.Tensor, lora: LoraStep | None) -> Projected:
+    def _feed_forward(
+        self, index: int, layer: DecoderLayer, x: torch.Tensor, lora: LoraStep | None
+    ) -> Projected:
         gate_up, delta = _project(lora, index, GATE_UP, layer.gate_up, x)
         return _project(lora, index, DOWN, layer.down, self._kernels.silu_and_mul(gate_up, *delta))
 
 
-def _project(lora: LoraStep | None, layer: int, site: int, linear: Linear, x: torch.Tensor) -> Projected:
+def _project(
+    lora: LoraStep | None, layer: int, site: int, linear: Linear, x: torch.Tensor
+) -> Projected:
     if lora is None:
         return linear(x), ()
     y, delta = lora.project(layer, site, linear, x)

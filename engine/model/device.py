@@ -34,7 +34,9 @@ def choose_device(setting: str) -> torch.device:
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("model.device: cuda is asked for, but torch finds no CUDA device", param="model.device")
+        raise ConfigError(
+            "model.device: cuda is asked for, but torch finds no CUDA device", param="model.device"
+        )
     triton_kernels()  # where Triton is missing, this fails before weights are read
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -88,5 +90,7 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     libc.malloc_trim(ctypes.c_size_t(0))
-    is_kept = bool(libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))  # an older one refuses more than 32 MiB
+    is_kept = bool(
+        libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    )  # an older one refuses more than 32 MiB
     return is_kept and bool(libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))

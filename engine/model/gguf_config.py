@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Of a Llama 3: what its rotary frequencies are divided by. The config says the same."""
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """Of the file, and of its config."""
 FLOATS = ("F32", "F16", "BF16")
 END_IDS = {f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")}
@@ -33,11 +37,15 @@ def open_gguf(path: Path) -> GGUFReader:
     try:
         reader = _bounded_reader()
     except ImportError as error:
-        raise ConfigError("model.path: GGUF files need the package gguf: pip install 'manylora[quant]'") from error
+        raise ConfigError(
+            "model.path: GGUF files need the package gguf: pip install 'manylora[quant]'"
+        ) from error
     try:
         return reader(path)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
-        message = f"model.path: cannot read {path}: it is no GGUF file, or damaged or cut off ({error})"
+        message = (
+            f"model.path: cannot read {path}: it is no GGUF file, or damaged or cut off ({error})"
+        )
         raise ConfigError(message, param="model.path") from error
 
 
@@ -57,8 +65,12 @@ def _bounded_reader() -> type[GGUFReader]:
                 raise ValueError(f"expected {count} values at byte {offset}, got {len(values)}")
             return values
 
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-            if raw_type == GGUFValueType.ARRAY:  # type and number of items come first; each takes a byte at least
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: int
+        ) -> tuple[int, list[Any], list[int], list[Any]]:
+            if (
+                raw_type == GGUFValueType.ARRAY
+            ):  # type and number of items come first; each takes a byte at least
                 self._get(orig_offs + 12, np.uint8, int(self._get(orig_offs + 4, np.uint64)[0]))
             return super()._get_field_parts(orig_offs, raw_type)
 
@@ -81,18 +93,31 @@ def gguf_config(path: Path) -> dict[str, Any]:
         return _config(reader)
     except Exception as error:  # a head may hold anything
         reason = error if isinstance(error, ConfigError) else "its head cannot be read"
-        raise ConfigError(f"model.path: {path} is damaged or not served: {reason}", param="model.path") from error
+        raise ConfigError(
+            f"model.path: {path} is damaged or not served: {reason}", param="model.path"
+        ) from error
 
 
 def _config(reader: GGUFReader) -> dict[str, Any]:
-    given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    given = {
+        name: field.contents()
+        for name, field in reader.fields.items()
+        if not name.startswith("tokenizer.")
+    }
     arch = ConfigFields(given).text("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
         raise ConfigError(
             f"general.architecture: {shown(arch)} is not served; served are {', '.join(GGUF_ARCHITECTURES)}"
         )
-    own = {name.removeprefix(f"{arch}."): value for name, value in given.items() if name.startswith(f"{arch}.")}
-    fields, tensors = ConfigFields(own, prefix=f"{arch}."), {tensor.name: tensor for tensor in reader.tensors}
+    own = {
+        name.removeprefix(f"{arch}."): value
+        for name, value in given.items()
+        if name.startswith(f"{arch}.")
+    }
+    fields, tensors = (
+        ConfigFields(own, prefix=f"{arch}."),
+        {tensor.name: tensor for tensor in reader.tensors},
+    )
     num_heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -128,7 +153,9 @@ def _storage(reader: GGUFReader) -> dict[str, Any]:
     """Fields of the config about number formats; the type of most weights counts."""
     sizes: dict[str, int] = {}
     for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(
+            tensor.n_elements
+        )
     usual = max(sizes, key=lambda name: sizes[name], default="F32")
     if usual in FLOATS:
         return {"dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[usual]}
@@ -137,16 +164,27 @@ def _storage(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _end_ids(reader: GGUFReader) -> list[int]:
-    fields = ConfigFields({name: reader.fields[name].contents() for name in {*END_IDS, TOKENS} & reader.fields.keys()})
+    fields = ConfigFields(
+        {name: reader.fields[name].contents() for name in {*END_IDS, TOKENS} & reader.fields.keys()}
+    )
     ids = {fields.integer(name, minimum=0) for name in END_IDS & reader.fields.keys()}
-    return sorted(ids | {token_id for token_id, text in enumerate(fields.texts(TOKENS) or ()) if text in END_TOKENS})
+    return sorted(
+        ids
+        | {
+            token_id
+            for token_id, text in enumerate(fields.texts(TOKENS) or ())
+            if text in END_TOKENS
+        }
+    )
 
 
 def _rope(fields: ConfigFields, tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": fields.number("rope.freq_base", 10_000.0)}
     kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
     factor = fields.number("rope.scaling.factor", 1.0)
-    original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
+    original = fields.integer(
+        "rope.scaling.original_context_length", fields.integer("context_length")
+    )
     fields.require("rope.scaling.attn_factor", 1.0, default=1.0)
     if ROPE_FACTORS in tensors:
         return {**rope, **_llama3(tensors[ROPE_FACTORS].data, rope["rope_theta"], head_dim)}
@@ -164,10 +202,14 @@ def _llama3(factors: Any, theta: float, head_dim: int) -> dict[str, Any]:  # noq
     from manylora.engine.model.rope_spec import RopeSpec
 
     if factors.shape != (head_dim // 2,):
-        raise ConfigError(f"{ROPE_FACTORS}: expected {head_dim // 2} factors for a head, got {list(factors.shape)}")
+        raise ConfigError(
+            f"{ROPE_FACTORS}: expected {head_dim // 2} factors for a head, got {list(factors.shape)}"
+        )
     wanted = inverse_frequencies(RopeSpec(theta=theta), head_dim) / torch.tensor(factors.tolist())
     for original in PRETRAINED:
-        spec = RopeSpec(kind="llama3", theta=theta, factor=float(factors.max()), original_positions=original)
+        spec = RopeSpec(
+            kind="llama3", theta=theta, factor=float(factors.max()), original_positions=original
+        )
         if torch.allclose(inverse_frequencies(spec, head_dim), wanted, rtol=1e-4, atol=0):
             return {
                 "rope_type": "llama3",
@@ -176,4 +218,6 @@ def _llama3(factors: Any, theta: float, head_dim: int) -> dict[str, Any]:  # noq
                 "low_freq_factor": spec.low_freq_factor,
                 "high_freq_factor": spec.high_freq_factor,
             }
-    raise ConfigError("rope_freqs.weight: not the factors of a Llama 3, which are the only ones served")
+    raise ConfigError(
+        "rope_freqs.weight: not the factors of a Llama 3, which are the only ones served"
+    )

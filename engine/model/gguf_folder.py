@@ -32,7 +32,9 @@ def gguf_file(folder: Path) -> Path | None:
     found = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise ConfigError(f"model.path: {folder} has several GGUF files: name one of {names}", param="model.path")
+        raise ConfigError(
+            f"model.path: {folder} has several GGUF files: name one of {names}", param="model.path"
+        )
     return found[0] if found else None
 
 
@@ -85,7 +87,6 @@ def _write_tokenizer(folder: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_FILE).save_pretrained(str(folder))
     except Exception as error:  # whatever transformers raises for a tokenizer that it cannot read
-        message = (
-            f"model.path: transformers cannot read the tokenizer of {os.path.realpath(folder / GGUF_FILE)}: {error}"
-        )
+        path = os.path.realpath(folder / GGUF_FILE)
+        message = f"model.path: transformers cannot read the tokenizer of {path}: {error}"
         raise ConfigError(message, param="model.path") from error

@@ -59,7 +59,9 @@ def padded_rows(num_rows: int) -> int:
 
 
 def make_linear(
-    weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None = None, weights: WeightFormat = "bf16"
+    weight: torch.Tensor | Int8Weight,
+    bias: torch.Tensor | None = None,
+    weights: WeightFormat = "bf16",
 ) -> Linear:
     """Make the fastest layer for the weight's device, its dtype and the format that it is to be kept in.
 
@@ -82,13 +84,21 @@ def make_linear(
     return partial(torch.nn.functional.linear, weight=weight, bias=bias)
 
 
-def _quantised(weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None, weights: WeightFormat) -> Linear:
+def _quantised(
+    weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None, weights: WeightFormat
+) -> Linear:
     device = weight.codes.device if isinstance(weight, Int8Weight) else weight.device
-    make = kernels_for(device, torch.float32).quantised_linear  # a layer takes activations of any dtype
+    make = kernels_for(
+        device, torch.float32
+    ).quantised_linear  # a layer takes activations of any dtype
     if make is None:
-        raise ValueError(f"weights: expected bf16 on {device.type}, which has no layers of {weights}")
+        raise ValueError(
+            f"weights: expected bf16 on {device.type}, which has no layers of {weights}"
+        )
     if weights == "int4":
-        return make(Int4Weight.of(weight.dequantised() if isinstance(weight, Int8Weight) else weight), bias)
+        return make(
+            Int4Weight.of(weight.dequantised() if isinstance(weight, Int8Weight) else weight), bias
+        )
     return make(weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight), bias)
 
 
@@ -99,7 +109,9 @@ def make_head(weight: torch.Tensor | Int8Weight, weights: WeightFormat) -> Linea
     rounded = weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight)
     make = kernels_for(rounded.codes.device, torch.float32).quantised_head
     if make is None:
-        raise ValueError(f"weights: expected bf16 on {rounded.codes.device.type}, which has no layers of {weights}")
+        raise ValueError(
+            f"weights: expected bf16 on {rounded.codes.device.type}, which has no layers of {weights}"
+        )
     return make(rounded)
 
 
@@ -113,13 +125,22 @@ def can_pack(dtype: torch.dtype) -> bool:
     try:
         y = PackedLinear(weight, bias)(x)
         expected = torch.nn.functional.linear(x, weight, bias)
-    except (RuntimeError, AttributeError, TypeError) as error:  # the op is missing, or takes other arguments or dtypes
+    except (
+        RuntimeError,
+        AttributeError,
+        TypeError,
+    ) as error:  # the op is missing, or takes other arguments or dtypes
         logger.warning("weights of %s are not packed, so steps are slower: %s", dtype, error)
         return False
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
-    is_right = y.shape == expected.shape and torch.allclose(y.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    is_right = y.shape == expected.shape and torch.allclose(
+        y.float(), expected.float(), rtol=tolerance, atol=tolerance
+    )
     if not is_right:
-        logger.warning("weights of %s are not packed, so steps are slower: packed products come out wrong", dtype)
+        logger.warning(
+            "weights of %s are not packed, so steps are slower: packed products come out wrong",
+            dtype,
+        )
     return is_right
 
 

@@ -68,7 +68,10 @@ def _compressed_tensors(fields: ConfigFields) -> Quantisation:
     groups, usual = fields.within("config_groups"), fields.text("format")
     found = {_scheme(groups.within(name), usual) for name in fields.nested("config_groups")}
     if len(found) != 1:
-        raise fields.error("config_groups", f"expected one way to store the weights of all linears, got {len(found)}")
+        raise fields.error(
+            "config_groups",
+            f"expected one way to store the weights of all linears, got {len(found)}",
+        )
     return found.pop()
 
 
@@ -78,7 +81,10 @@ def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
     layout: Layout = "scaled"
     if stored == "pack-quantized" and not is_float and bits in (4, 8):
         layout = "packed"
-    elif stored not in ("naive-quantized", "float-quantized" if is_float else "int-quantized") or bits != 8:
+    elif (
+        stored not in ("naive-quantized", "float-quantized" if is_float else "int-quantized")
+        or bits != 8
+    ):
         kind = f"{shown(weights.text('type') or 'int')} of {bits} bits"
         raise group.error("format", f"{shown(stored)} with weights of {kind} is not served")
     usual = "group" if weights.integer("group_size", -1, minimum=-1) > 0 else "channel"
@@ -89,30 +95,44 @@ def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
     # Without a recipe nobody knows: what quantises inputs to whole numbers is mostly smoothed first.
     is_unknown = group.nested("input_activations").get("type", "float") == "int"
     return Quantisation(
-        layout=layout, bits=bits, block=block, variant="F8_E4M3" if is_float else "I8", folds_input_scale=is_unknown
+        layout=layout,
+        bits=bits,
+        block=block,
+        variant="F8_E4M3" if is_float else "I8",
+        folds_input_scale=is_unknown,
     )
 
 
 def _fp8(fields: ConfigFields) -> Quantisation:
     fields.require("fmt", "e4m3", default="e4m3")
     fields.require("quant_algo", "FP8", default="FP8")
-    return Quantisation(layout="scaled", bits=8, block=fields.pair("weight_block_size"), variant="F8_E4M3")
+    return Quantisation(
+        layout="scaled", bits=8, block=fields.pair("weight_block_size"), variant="F8_E4M3"
+    )
 
 
 def _gptq(fields: ConfigFields) -> Quantisation:
-    claimed = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), fields.text("format") or "gptq")
+    claimed = fields.choice(
+        "checkpoint_format", ("gptq", "gptq_v2"), fields.text("format") or "gptq"
+    )
     other = sorted(key for key in fields.nested("dynamic") if not key.startswith("-:"))
     if other:
-        raise fields.error("dynamic", f"modules with settings of their own are not served: {shown(other)}")
+        raise fields.error(
+            "dynamic", f"modules with settings of their own are not served: {shown(other)}"
+        )
     bits = fields.choice("bits", (4, 8))
-    return Quantisation(layout="gptq", bits=bits, block=_group(fields, "group_size"), variant=claimed)
+    return Quantisation(
+        layout="gptq", bits=bits, block=_group(fields, "group_size"), variant=claimed
+    )
 
 
 def _awq(fields: ConfigFields) -> Quantisation:
     fields.choice("version", ("gemm", "GEMM"), fields.text("format") or "gemm")
     fields.require("zero_point", True, default=True)
     bits = fields.choice("bits", (4,))
-    return Quantisation(layout="awq", bits=bits, block=_group(fields, "group_size"), folds_input_scale=True)
+    return Quantisation(
+        layout="awq", bits=bits, block=_group(fields, "group_size"), folds_input_scale=True
+    )
 
 
 def _bitsandbytes(fields: ConfigFields) -> Quantisation:

@@ -47,7 +47,10 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
             format, or `output` exists or cannot be written.
     """
     if target not in get_args(TargetFormat):
-        raise ConfigError(f"format must be one of {', '.join(get_args(TargetFormat))}, got {target!r}", param="format")
+        raise ConfigError(
+            f"format must be one of {', '.join(get_args(TargetFormat))}, got {target!r}",
+            param="format",
+        )
     spec = read_spec(source)
     files = weight_files(source)
     if files[0].suffix == ".gguf":
@@ -57,7 +60,9 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
         )
         raise ConfigError(message, param="model.path")
     if spec.quantisation is not None:
-        raise ConfigError("model.path: already quantised; take the model's original weights", param="model.path")
+        raise ConfigError(
+            "model.path: already quantised; take the model's original weights", param="model.path"
+        )
     check_checkpoint(source, spec)
     if output.exists():
         raise ConfigError(f"output: {output} exists; name a folder that does not", param="output")
@@ -81,7 +86,9 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
     return errors
 
 
-def _quantised(file: Path, spec: DecoderSpec, quantisation: Quantisation, errors: Errors) -> dict[str, torch.Tensor]:
+def _quantised(
+    file: Path, spec: DecoderSpec, quantisation: Quantisation, errors: Errors
+) -> dict[str, torch.Tensor]:
     """The tensors of a file, with the parts of linears in place of their weights."""
     linears = {
         f"model.layers.{layer}.{module.path}.weight": (layer, module)
@@ -96,25 +103,40 @@ def _quantised(file: Path, spec: DecoderSpec, quantisation: Quantisation, errors
                 tensors[name] = tensor
                 continue
             if not is_finite(tensor):
-                raise ConfigError(f"model.path: {name} has values that are infinite or NaN", param="model.path")
+                raise ConfigError(
+                    f"model.path: {name} has values that are infinite or NaN", param="model.path"
+                )
             layer, module = linears[name]
             weight = tensor.float()
             parts = _ENCODERS[quantisation.layout](weight, quantisation, tensor.dtype)
             stem = name.removesuffix(".weight")
-            linear = StoredLinear(stem, module.out_features, module.in_features, quantisation, parts)
-            errors[module.path][layer] = float((dequantised(linear) - weight).norm() / weight.norm().clamp(min=1e-30))
+            linear = StoredLinear(
+                stem, module.out_features, module.in_features, quantisation, parts
+            )
+            errors[module.path][layer] = float(
+                (dequantised(linear) - weight).norm() / weight.norm().clamp(min=1e-30)
+            )
             tensors.update({f"{stem}.{part}": value.contiguous() for part, value in parts.items()})
     return tensors
 
 
-def _write_others(source: Path, made: Path, quantisation: dict[str, Any], places: dict[str, str] | None) -> None:
+def _write_others(
+    source: Path, made: Path, quantisation: dict[str, Any], places: dict[str, str] | None
+) -> None:
     """Config, index, and all other files of a checkpoint, as they are."""
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
-    (made / CONFIG_FILE).write_text(json.dumps({**config, "quantization_config": quantisation}, indent=2))
+    (made / CONFIG_FILE).write_text(
+        json.dumps({**config, "quantization_config": quantisation}, indent=2)
+    )
     (made / RECIPE_FILE).write_text(RECIPE)
     if places is not None:
         (made / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2))
-    others = {path for pattern in HUB_FILES for path in source.glob(pattern) if path.suffix != ".safetensors"}
+    others = {
+        path
+        for pattern in HUB_FILES
+        for path in source.glob(pattern)
+        if path.suffix != ".safetensors"
+    }
     for path in sorted(others):
         if not (made / path.name).exists() and path.name != INDEX_FILE:
             shutil.copyfile(path, made / path.name)
@@ -126,18 +148,34 @@ def _config(spec: DecoderSpec, target: TargetFormat) -> dict[str, Any]:
         return {"quant_method": "manylora", "format": "q3.5"}
     inputs = None
     if target == "int8":
-        storage, weights = "int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}
-        inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+        storage, weights = (
+            "int-quantized",
+            {"num_bits": 8, "strategy": "channel", "symmetric": True},
+        )
+        inputs = {
+            "num_bits": 8,
+            "type": "int",
+            "strategy": "token",
+            "symmetric": True,
+            "dynamic": True,
+        }
     else:
         sizes = {module.in_features for module in module_shapes(spec)}
-        group = next((size for size in GROUP_SIZES if not any(width % size for width in sizes)), None)
+        group = next(
+            (size for size in GROUP_SIZES if not any(width % size for width in sizes)), None
+        )
         if group is None:
             raise ConfigError(
-                f"format: int4 needs inputs in groups of 16 at least, got {sorted(sizes)}", param="format"
+                f"format: int4 needs inputs in groups of 16 at least, got {sorted(sizes)}",
+                param="format",
             )
         weights = {"num_bits": 4, "strategy": "group", "group_size": group, "symmetric": False}
         storage = "pack-quantized"
-    scheme = {"targets": ["Linear"], "weights": {"type": "int", **weights}, "input_activations": inputs}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {"type": "int", **weights},
+        "input_activations": inputs,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": storage,
@@ -147,19 +185,28 @@ def _config(spec: DecoderSpec, target: TargetFormat) -> dict[str, Any]:
     }
 
 
-def _int8(weight: torch.Tensor, _quantisation: Quantisation, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _int8(
+    weight: torch.Tensor, _quantisation: Quantisation, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     scale = _scale(weight.abs().amax(1, keepdim=True) / INT8_MOST, dtype)
     values = (weight / scale.float()).round().clamp(-INT8_MOST, INT8_MOST)
     return {"weight": values.to(torch.int8), scaled.SCALE: scale}
 
 
-def _int4(weight: torch.Tensor, quantisation: Quantisation, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _int4(
+    weight: torch.Tensor, quantisation: Quantisation, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     size = quantisation.block[1] if quantisation.block else weight.shape[1]
     groups = weight.view(len(weight), -1, size)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = _scale((high - low) / INT4_MOST, dtype)
     zero = (-low / scale.float()).round().clamp(0, INT4_MOST)
-    values = (groups / scale.float().unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, INT4_MOST).flatten(1)
+    values = (
+        (groups / scale.float().unsqueeze(-1) + zero.unsqueeze(-1))
+        .round()
+        .clamp(0, INT4_MOST)
+        .flatten(1)
+    )
     return {
         packed.PACKED: pack(values.int(), 4),
         packed.SCALE: scale,
@@ -173,7 +220,9 @@ def _scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
 
 
-_ENCODERS: dict[str, Callable[[torch.Tensor, Quantisation, torch.dtype], dict[str, torch.Tensor]]] = {
+_ENCODERS: dict[
+    str, Callable[[torch.Tensor, Quantisation, torch.dtype], dict[str, torch.Tensor]]
+] = {
     "scaled": _int8,
     "packed": _int4,
     "q3.5": lambda weight, _quantisation, _dtype: three_half.encoded(weight),

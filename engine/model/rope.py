@@ -31,7 +31,9 @@ def rope_table(
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
     """Radians per position of each rotated pair, [head_dim / 2], float32."""
-    frequencies = 1.0 / (spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    frequencies = 1.0 / (
+        spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    )
     if spec.kind == "linear":
         return frequencies / spec.factor
     if spec.kind == "llama3":

@@ -63,7 +63,9 @@ def rope_spec(fields: ConfigFields, max_positions: int) -> RopeSpec:
     kind = rope.choice("rope_type", get_args(RopeKind), rope.text("type") or "default")
     theta = rope.number("rope_theta", theta)
     if theta < MIN_THETA:
-        raise rope.error("rope_theta", f"expected a number of at least {MIN_THETA:g}, got {theta:g}")
+        raise rope.error(
+            "rope_theta", f"expected a number of at least {MIN_THETA:g}, got {theta:g}"
+        )
     own_original = rope.integer("original_max_position_embeddings", max_positions)
     spec = _scaled(rope, kind, theta, original or own_original)
     rope.refuse_unread(())
@@ -77,11 +79,18 @@ def _scaled(rope: ConfigFields, kind: RopeKind, theta: float, original: int) -> 
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if low >= high:
-            raise rope.error("high_freq_factor", f"expected more than low_freq_factor {low:g}, got {high:g}")
-        return replace(spec, original_positions=original, low_freq_factor=low, high_freq_factor=high)
+            raise rope.error(
+                "high_freq_factor", f"expected more than low_freq_factor {low:g}, got {high:g}"
+            )
+        return replace(
+            spec, original_positions=original, low_freq_factor=low, high_freq_factor=high
+        )
     if kind == "yarn":
         if spec.factor * original > MAX_INTEGER:
-            raise rope.error("factor", f"{spec.factor:g} times a context of {original} tokens is more than any model's")
+            raise rope.error(
+                "factor",
+                f"{spec.factor:g} times a context of {original} tokens is more than any model's",
+            )
         return replace(
             spec,
             original_positions=original,

@@ -113,13 +113,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(
         model_type="mistral",
         window="every_layer",
-        defaults={"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
+        defaults={
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "num_key_value_heads": 8,
+        },
     ),
     "Qwen2ForCausalLM": Architecture(
         model_type="qwen2",
         qkv_bias=True,
         window="by_layer",
-        defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        defaults={
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
     ),
     "Qwen3ForCausalLM": Architecture(
         model_type="qwen3",
@@ -141,7 +149,14 @@ WITHOUT_EFFECT = frozenset(
         *("attention_dropout", "hidden_dropout", "initializer_range", "pretraining_tp"),
         *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
         *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
-        *("finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+        *(
+            "finetuning_task",
+            "id2label",
+            "label2id",
+            "num_labels",
+            "problem_type",
+            "task_specific_params",
+        ),
         *("attn_implementation", "chunk_size_feed_forward", "dtype", "torch_dtype", "torchscript"),
         *("architectures", "model_type", "name_or_path", "tokenizer_class", "transformers_version"),
     }
@@ -149,7 +164,9 @@ WITHOUT_EFFECT = frozenset(
 """Keys that training, generation settings or bookkeeping left behind. Keys starting with _ or unsloth are such too."""
 
 
-def resolve_model(path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded: bool = False) -> Path:
+def resolve_model(
+    path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded: bool = False
+) -> Path:
     """Find the checkpoint's folder, downloading it if `path` is a hub id, or making it if it is a GGUF file.
 
     Args:
@@ -168,7 +185,9 @@ def resolve_model(path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded:
     if folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(path):
-        raise ConfigError(f"model.path: no folder {path!r}, and it is not a hub id", param="model.path")
+        raise ConfigError(
+            f"model.path: no folder {path!r}, and it is not a hub id", param="model.path"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -183,7 +202,8 @@ def resolve_model(path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded:
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model.path: no folder {path!r}, and the Hugging Face hub did not deliver it: {error}", param="model.path"
+            f"model.path: no folder {path!r}, and the Hugging Face hub did not deliver it: {error}",
+            param="model.path",
         ) from error
 
 
@@ -275,7 +295,15 @@ def module_shapes(spec: DecoderSpec) -> tuple[ModuleShape, ...]:
     """The linear layers of one decoder layer, in the order of `MODULE_PATHS`."""
     hidden, inter = spec.hidden_size, spec.intermediate_size
     q, kv = spec.q_features, spec.kv_features
-    sizes = ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inter), (hidden, inter), (inter, hidden))
+    sizes = (
+        (hidden, q),
+        (hidden, kv),
+        (hidden, kv),
+        (q, hidden),
+        (hidden, inter),
+        (hidden, inter),
+        (inter, hidden),
+    )
     return tuple(ModuleShape(path, *size) for path, size in zip(MODULE_PATHS, sizes, strict=True))
 
 
@@ -308,12 +336,20 @@ def base_shape(spec: DecoderSpec, digest: str, *, trained_on_quantised: bool = F
         digest: `sha256:<64 hex>` of config and weights.
         trained_on_quantised: Whether adapters were trained on this checkpoint, scaled inputs included.
     """
-    folds = spec.quantisation is not None and spec.quantisation.folds_input_scale and not trained_on_quantised
+    folds = (
+        spec.quantisation is not None
+        and spec.quantisation.folds_input_scale
+        and not trained_on_quantised
+    )
     modules = module_shapes(spec)
-    return BaseShape(digest=digest, num_layers=spec.num_layers, modules=modules, folds_input_scale=folds)
+    return BaseShape(
+        digest=digest, num_layers=spec.num_layers, modules=modules, folds_input_scale=folds
+    )
 
 
-def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int, kv_dtype: KvDtype) -> PageGeometry:
+def model_geometry(
+    spec: DecoderSpec, shape: BaseShape, dtype_bytes: int, kv_dtype: KvDtype
+) -> PageGeometry:
     """Pages of an arena for the model, which hold its keys and values and the rows of its adapters.
 
     Args:
@@ -334,9 +370,13 @@ def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int, kv_dty
 
 def _architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
     if config.get("auto_map"):
-        raise ConfigError("auto_map: models that bring their own code are not served", param="auto_map")
+        raise ConfigError(
+            "auto_map: models that bring their own code are not served", param="auto_map"
+        )
     names = config.get("architectures") or [
-        name for name, entry in ARCHITECTURES.items() if entry.model_type == config.get("model_type")
+        name
+        for name, entry in ARCHITECTURES.items()
+        if entry.model_type == config.get("model_type")
     ]
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     entry = ARCHITECTURES.get(name) if isinstance(name, str) else None
@@ -358,7 +398,9 @@ def _part(fields: ConfigFields, value: bool | str) -> bool:
     return fields.flag(value, False) if isinstance(value, str) else value
 
 
-def _sliding_windows(fields: ConfigFields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+def _sliding_windows(
+    fields: ConfigFields, architecture: Architecture, num_layers: int
+) -> tuple[int | None, ...]:
     if architecture.window == "none":
         return (None,) * num_layers
     window = fields.optional_integer("sliding_window")
@@ -368,7 +410,9 @@ def _sliding_windows(fields: ConfigFields, architecture: Architecture, num_layer
         window = None
     first = fields.integer("max_window_layers", minimum=0)
     given = fields.texts("layer_types")
-    kinds = given or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    kinds = given or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
+    ]
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
             f"layer_types: expected full_attention or sliding_attention for each of {num_layers} layers",

@@ -25,7 +25,11 @@ def choose_weights(setting: Weights, spec: DecoderSpec, *, on_cpu: bool) -> Weig
         )
     if setting != "auto":
         return setting
-    return "int8" if on_cpu and spec.quantisation is not None and spec.quantisation.bits <= 8 else "bf16"
+    return (
+        "int8"
+        if on_cpu and spec.quantisation is not None and spec.quantisation.bits <= 8
+        else "bf16"
+    )
 
 
 def model_bytes(spec: DecoderSpec, weights: WeightFormat, dtype_bytes: int, *, on_cpu: bool) -> int:

@@ -42,7 +42,10 @@ def weight_files(folder: Path) -> list[Path]:
     files = [folder / name for name in names if Path(name).name == name]
     missing = sorted(set(names) - {file.name for file in files if file.is_file()})
     if missing or not files:
-        raise ConfigError(f"model.path: {index} names files that are not there: {shown(missing)}", param="model.path")
+        raise ConfigError(
+            f"model.path: {index} names files that are not there: {shown(missing)}",
+            param="model.path",
+        )
     return files
 
 
@@ -77,9 +80,14 @@ def _is_of_head(name: str) -> bool:
 def _places(index: Path) -> dict[str, str]:
     """File names by tensor, as an index has them."""
     try:
-        return {str(tensor): str(name) for tensor, name in strict_json.loads(index.read_bytes())["weight_map"].items()}
+        return {
+            str(tensor): str(name)
+            for tensor, name in strict_json.loads(index.read_bytes())["weight_map"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.path: cannot read {index}: {error}", param="model.path") from error
+        raise ConfigError(
+            f"model.path: cannot read {index}: {error}", param="model.path"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,11 @@ def _tensors(file: Path) -> dict[str, _Tensor]:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = strict_json.loads(opened.read(min(length, MAX_HEADER_BYTES)))
-        return {name: _tensor(file, 8 + length, fields) for name, fields in header.items() if name != "__metadata__"}
+        return {
+            name: _tensor(file, 8 + length, fields)
+            for name, fields in header.items()
+            if name != "__metadata__"
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: cannot read {file}: {error}", param="model.path") from error
 
@@ -109,12 +121,18 @@ def _tensor(file: Path, first_byte: int, fields: Mapping[str, Any]) -> _Tensor:
     start, end = (first_byte + at for at in fields["data_offsets"])
     size = file.stat().st_size
     if not (type(start) is type(end) is int and first_byte <= start <= end <= size):
-        raise ValueError(f"data_offsets: expected two places in the file, got {shown(fields['data_offsets'])}")
+        raise ValueError(
+            f"data_offsets: expected two places in the file, got {shown(fields['data_offsets'])}"
+        )
     return _Tensor(file, fields["dtype"], tuple(fields["shape"]), start, end)
 
 
 def _are_equal(first: _Tensor, second: _Tensor) -> bool:
-    if (first.dtype, first.shape, first.end - first.start) != (second.dtype, second.shape, second.end - second.start):
+    if (first.dtype, first.shape, first.end - first.start) != (
+        second.dtype,
+        second.shape,
+        second.end - second.start,
+    ):
         return False
     with first.file.open("rb") as one, second.file.open("rb") as other:
         one.seek(first.start)

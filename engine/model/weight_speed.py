@@ -45,4 +45,6 @@ def weight_speeds(spec: DecoderSpec, dtype: torch.dtype) -> dict[WeightFormat, t
         body = seconds(make_linear(weight, weights=weights), rows) * layers
         return rows / (body + seconds(make_head(weight, weights), rows) * head)
 
-    return {weights: (speed(weights, 1), speed(weights, MANY)) for weights in get_args(WeightFormat)}
+    return {
+        weights: (speed(weights, 1), speed(weights, MANY)) for weights in get_args(WeightFormat)
+    }

@@ -75,12 +75,19 @@ def load_decoder(
         checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device, weights)
         checkpoint.check()
         embedding = checkpoint.embedding()
-        head = embedding if spec.is_tied else checkpoint.weight(HEAD, "bf16" if weights == "bf16" else HEAD_FORMAT)
+        head = (
+            embedding
+            if spec.is_tied
+            else checkpoint.weight(HEAD, "bf16" if weights == "bf16" else HEAD_FORMAT)
+        )
         return Decoder(
             spec=spec,
             kernels=kernels,
             embedding=embedding,
-            layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
+            layers=[
+                _load_layer(checkpoint, spec, f"model.layers.{index}.")
+                for index in range(spec.num_layers)
+            ],
             norm=checkpoint.tensor(NORM),
             head=make_head(head, weights),
             rope=rope_table(spec.rope, spec.head_dim, num_positions or spec.max_positions, device),
@@ -94,7 +101,9 @@ def check_checkpoint(folder: Path, spec: DecoderSpec) -> None:
         ConfigError: As `load_decoder`.
     """
     with ExitStack() as stack:
-        _Checkpoint(stack, weight_files(folder), spec, torch.float32, torch.device("cpu"), "bf16").check()
+        _Checkpoint(
+            stack, weight_files(folder), spec, torch.float32, torch.device("cpu"), "bf16"
+        ).check()
 
 
 class _Checkpoint:
@@ -118,12 +127,20 @@ class _Checkpoint:
         """By the name of the weight: its linear, without tensors, and the names of these."""
         for path in files:
             try:
-                file = GgufTensors(path, spec) if path.suffix == ".gguf" else stack.enter_context(safe_open(path, "pt"))
+                file = (
+                    GgufTensors(path, spec)
+                    if path.suffix == ".gguf"
+                    else stack.enter_context(safe_open(path, "pt"))
+                )
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
+                raise ConfigError(
+                    f"model.path: cannot read {path}: {error}", param="model.path"
+                ) from error
             for name in file.keys():  # noqa: SIM118 - the file is no dict
                 if name in self._files:
-                    raise ConfigError(f"model.path: tensor {name} is in two files", param="model.path")
+                    raise ConfigError(
+                        f"model.path: tensor {name} is in two files", param="model.path"
+                    )
                 self._files[name] = file
 
     def check(self) -> None:
@@ -136,10 +153,14 @@ class _Checkpoint:
             self._expect_quantised(spec.quantisation, expected)
         missing = sorted(expected.keys() - self._files.keys())
         if missing:
-            raise ConfigError(f"model.path: the checkpoint lacks {_listed(missing)}", param="model.path")
+            raise ConfigError(
+                f"model.path: the checkpoint lacks {_listed(missing)}", param="model.path"
+            )
         harmless = {HEAD} if spec.is_tied else set()  # an equal copy of the embedding
         unexpected = sorted(
-            name for name in self._files.keys() - expected.keys() - harmless if not name.endswith(LEFTOVERS)
+            name
+            for name in self._files.keys() - expected.keys() - harmless
+            if not name.endswith(LEFTOVERS)
         )
         if unexpected:
             raise ConfigError(
@@ -153,11 +174,17 @@ class _Checkpoint:
         """Put the parts of each linear in place of its weight, unless that is stored in floats."""
         for name, part in list(expected.items()):
             is_linear = len(part.shapes[0]) == 2 and name != EMBEDDING
-            if not is_linear or (name in self._files and self._files[name].get_slice(name).get_dtype() in FLOATS):
+            if not is_linear or (
+                name in self._files and self._files[name].get_slice(name).get_dtype() in FLOATS
+            ):
                 continue
             rows, columns = part.shapes[0]
             linear = StoredLinear(name.removesuffix(".weight"), rows, columns, quantisation)
-            others = (other for other in self._files if other.startswith(f"{linear.name}.") and other not in expected)
+            others = (
+                other
+                for other in self._files
+                if other.startswith(f"{linear.name}.") and other not in expected
+            )
             stored = {other[len(linear.name) + 1 :] for other in others}
             parts = FORMATS[quantisation.layout].parts(linear, stored)
             del expected[name]
@@ -193,7 +220,10 @@ class _Checkpoint:
         if name not in self._quantised:
             return self.tensor(name, dtype)
         linear, parts = self._quantised[name]
-        tensors = {part: self._files[f"{linear.name}.{part}"].get_tensor(f"{linear.name}.{part}") for part in parts}
+        tensors = {
+            part: self._files[f"{linear.name}.{part}"].get_tensor(f"{linear.name}.{part}")
+            for part in parts
+        }
         stored = replace(linear, tensors=tensors)
         if kept == "int8" and (rows := int8_rows(stored)) is not None:
             return rows
@@ -201,8 +231,12 @@ class _Checkpoint:
 
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
         """The linears `names` as one, their outputs side by side."""
-        weight = side_by_side([self.weight(f"{prefix}{name}.weight", self._weights) for name in names])
-        bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
+        weight = side_by_side(
+            [self.weight(f"{prefix}{name}.weight", self._weights) for name in names]
+        )
+        bias = (
+            torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
+        )
         return make_linear(weight, bias, self._weights)
 
 

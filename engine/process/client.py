@@ -223,7 +223,9 @@ class EngineClient:
                 await self._supervision
             self._supervision = None
         connection = self._connection
-        self._go_down(EngineUnavailableError("The engine is shutting down.", code="server.draining"))
+        self._go_down(
+            EngineUnavailableError("The engine is shutting down.", code="server.draining")
+        )
         if connection is not None:
             await connection.close()
 
@@ -269,18 +271,27 @@ class EngineClient:
         """
         if self._first is None:
             self._first = ready
-            device, dtype = cast("Device", ready.device.partition(":")[0]), cast("Dtype", ready.dtype)
-            model = replace(self._config.model, device=device, dtype=dtype, weights=ready.memory.weights)
+            device, dtype = (
+                cast("Device", ready.device.partition(":")[0]),
+                cast("Dtype", ready.dtype),
+            )
+            model = replace(
+                self._config.model, device=device, dtype=dtype, weights=ready.memory.weights
+            )
             self._config = replace(self._config, model=model)
         elif (ready.base, ready.geometry) != (self._first.base, self._first.geometry):
-            raise EngineUnavailableError("The model's files have changed; restart the server to serve them.")
+            raise EngineUnavailableError(
+                "The model's files have changed; restart the server to serve them."
+            )
 
     async def _supervise(self, connection: EngineConnection) -> None:
         """Read from the engine until it dies, end all open requests, start another engine; repeat for ever."""
         while True:
             problem = await self._read_until_over(connection)
             logger.error("the engine process %s %s", connection.pid, problem)
-            delay_s = self._note_death("The engine stopped and is being restarted; send the request again.")
+            delay_s = self._note_death(
+                "The engine stopped and is being restarted; send the request again."
+            )
             await connection.kill()
             connection = await self._relaunch(delay_s)
             self.restarts += 1
@@ -323,7 +334,9 @@ class EngineClient:
         try:
             await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
-                logger.error("reading from the engine failed; it is ended", exc_info=reading.exception())
+                logger.error(
+                    "reading from the engine failed; it is ended", exc_info=reading.exception()
+                )
                 await connection.kill()
             if connection.exited.done():
                 return f"ended with exit code {connection.exited.result()}"
@@ -350,7 +363,11 @@ class EngineClient:
         num_current = num_following = 0
         try:
             while True:
-                message = connection.receive_now() if num_current or num_following else await connection.receive()
+                message = (
+                    connection.receive_now()
+                    if num_current or num_following
+                    else await connection.receive()
+                )
                 while message is not None:
                     if isinstance(message, messages.Outputs):
                         num_following += 1

@@ -71,7 +71,12 @@ class Pulse:
         beats, turns = _COUNTS.unpack_from(self._page)
         try:
             # The name before the last parenthesis may hold anything.
-            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            fields = (
+                Path(f"/proc/{pid}/stat")
+                .read_text(encoding="utf-8", errors="replace")
+                .rpartition(")")[2]
+                .split()
+            )
         except OSError:  # it has ended, which others notice
             return Signs(beats, turns)
         return Signs(beats, turns, cpu_ticks=int(fields[11]) + int(fields[12]), state=fields[0])
@@ -125,7 +130,11 @@ class StallDetector:
         if signs.state == _COULD_RUN and signs.cpu_ticks - last.cpu_ticks < STARVED_CPU_S * _TICKS:
             self._silent_looks = 0
             return None
-        has_moved = signs.beats != last.beats or signs.cpu_ticks != last.cpu_ticks or signs.state not in _AT_REST
+        has_moved = (
+            signs.beats != last.beats
+            or signs.cpu_ticks != last.cpu_ticks
+            or signs.state not in _AT_REST
+        )
         self._silent_looks = 0 if has_moved else self._silent_looks + 1
         self._stuck_looks = 0 if signs.turns != last.turns else self._stuck_looks + 1
         if self._silent_looks * LOOK_S >= self._silent_s:

@@ -92,7 +92,9 @@ class EngineConnection:
             if not receiving.done():
                 await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
             if not receiving.done() and watching.done():
-                raise EngineUnavailableError(f"The engine process {watching.result()} while starting.")
+                raise EngineUnavailableError(
+                    f"The engine process {watching.result()} while starting."
+                )
             if not receiving.done():
                 raise EngineUnavailableError(
                     f"The engine process ended while starting, with exit code {self.exited.result()}; its log says why."
@@ -105,7 +107,9 @@ class EngineConnection:
             kind = ConfigError if first.is_setting else EngineUnavailableError
             raise kind(first.message, code=first.code, param=first.param)
         if not isinstance(first, messages.Ready):
-            raise EngineUnavailableError(f"The engine's first word was {type(first).__name__}, not Ready.")
+            raise EngineUnavailableError(
+                f"The engine's first word was {type(first).__name__}, not Ready."
+            )
         return first
 
     async def stall(self, detector: StallDetector) -> str:
@@ -125,7 +129,11 @@ class EngineConnection:
         """The next message, if it is there already."""
         receiving = cast("asyncio.Future[bytes]", self._socket.recv(zmq.NOBLOCK))
         # Receiving without waiting is over when the call returns.
-        return None if isinstance(receiving.exception(), zmq.Again) else messages.decode_from_engine(receiving.result())
+        return (
+            None
+            if isinstance(receiving.exception(), zmq.Again)
+            else messages.decode_from_engine(receiving.result())
+        )
 
     def send(self, message: messages.ToEngine) -> None:
         """Send without waiting.
@@ -133,7 +141,9 @@ class EngineConnection:
         Raises:
             EngineUnavailableError: The engine is gone.
         """
-        sending = cast("asyncio.Future[Any]", self._socket.send(messages.encode(message), zmq.NOBLOCK))
+        sending = cast(
+            "asyncio.Future[Any]", self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        )
         # Sending without waiting is over when the call returns.
         if isinstance(sending.exception(), zmq.ZMQError):
             raise EngineUnavailableError("The engine is gone; it is being restarted.")
@@ -161,10 +171,16 @@ class EngineConnection:
         worker = self._worker or start_worker()
         popen, self._pulse = worker.process, worker.pulse
         self._popen = popen
-        threading.Thread(target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True).start()
+        threading.Thread(
+            target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True
+        ).start()
         if popen.stdin is not None:
             with suppress(BrokenPipeError):  # it died at once; its exit code says so
-                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address, worker.pulse_fd)))
+                popen.stdin.write(
+                    messages.encode_launch(
+                        messages.Launch(self._config, self.address, worker.pulse_fd)
+                    )
+                )
                 popen.stdin.flush()
 
     def _wait_for_exit(self, popen: subprocess.Popen[bytes]) -> None:
@@ -216,9 +232,13 @@ class RestartPolicy:
             self._num_deaths = 0
         self._ready_s = None
         self._num_deaths += 1
-        return (0.0, SECOND_DELAY_S, CRASH_LOOP_DELAY_S)[min(self._num_deaths, CRASH_LOOP_DEATHS) - 1]
+        return (0.0, SECOND_DELAY_S, CRASH_LOOP_DELAY_S)[
+            min(self._num_deaths, CRASH_LOOP_DEATHS) - 1
+        ]
 
 
 def _short_folder() -> str:
     folder = tempfile.gettempdir()
-    return folder if len(folder) + len("/manylora-12345678/") + len(SOCKET_NAME) <= MAX_SOCKET_PATH else "/tmp"  # noqa: S108
+    if len(folder) + len("/manylora-12345678/") + len(SOCKET_NAME) <= MAX_SOCKET_PATH:
+        return folder
+    return "/tmp"  # noqa: S108

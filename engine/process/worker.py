@@ -156,7 +156,11 @@ class EngineLoop:
             case messages.Abort(request_id=request_id):
                 self.core.abort(request_id)
             case messages.AskStatus(query_id=query_id, is_detailed=is_detailed):
-                self._send(messages.Status(query_id=query_id, status=self.core.status(is_detailed=is_detailed)))
+                self._send(
+                    messages.Status(
+                        query_id=query_id, status=self.core.status(is_detailed=is_detailed)
+                    )
+                )
             case messages.Pause(mode=mode, is_ending=is_ending):
                 self.core.pause(mode, is_ending=is_ending)
             case messages.ResetPrefixCache():
@@ -184,7 +188,9 @@ class EngineLoop:
         try:
             self.core.submit(request)
         except ManyloraError as error:
-            return RequestOutput(request_id=request.request_id, finish_reason="error", error=request_error(error))
+            return RequestOutput(
+                request_id=request.request_id, finish_reason="error", error=request_error(error)
+            )
         return None
 
     def _take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
@@ -203,7 +209,11 @@ def main() -> int:
     """Run the process; returns its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
     line = sys.stdin.buffer.readline(messages.MAX_LAUNCH_BYTES)
     if not line:  # the server ended before it had an engine
         return 0
@@ -211,7 +221,9 @@ def main() -> int:
     heart = Heart(Pulse(launch.pulse_fd))
     heart.start()
     wakeup, parent_gone = Wakeup(), threading.Event()
-    threading.Thread(target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True).start()
+    threading.Thread(
+        target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True
+    ).start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set(zmq.LINGER, 1000)
         socket.set(zmq.SNDHWM, 0)
@@ -226,19 +238,27 @@ def main() -> int:
 
 
 def _serve(
-    launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event, heart: Heart
+    launch: messages.Launch,
+    socket: zmq.Socket[bytes],
+    wakeup: Wakeup,
+    parent_gone: threading.Event,
+    heart: Heart,
 ) -> int:
     try:
         parts = build_engine(launch.config, notify=wakeup.wake)
     except ManyloraError as error:
-        failed = messages.StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)
+        failed = messages.StartFailed(
+            error.message, error.code, isinstance(error, ConfigError), error.param
+        )
         socket.send(messages.encode(failed))
         return 2
     parts.grammar_tokens.prepare()  # later, all requests would wait for it
     _tune_interpreter(parts.ready.device)
     loop = EngineLoop(parts.core, parts.memory, socket, wakeup, parent_gone)
     heart.turns = loop.turns
-    ready = messages.Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))
+    ready = messages.Ready(
+        ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready)
+    )
     socket.send(messages.encode(ready))
     try:
         loop.run()

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from manylora.config import environment
 from manylora.engine.process.pulse import Pulse
 
-KEPT_FROM_ENGINE = frozenset({"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_REGISTRY__DATABASE_URL"})
+KEPT_FROM_ENGINE = frozenset(
+    {"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_REGISTRY__DATABASE_URL"}
+)
 """Environment variables that the engine does not need and does not get."""
 
 

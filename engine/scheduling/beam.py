@@ -59,16 +59,24 @@ class BeamSearch:
             the prompt, or no token.
     """
 
-    def __init__(self, request: GenerationRequest, beam: BeamParams, limits: ModelLimits, max_running: int) -> None:
+    def __init__(
+        self, request: GenerationRequest, beam: BeamParams, limits: ModelLimits, max_running: int
+    ) -> None:
         params = request.params
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
+        stops = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else limits.eos_token_ids
+        )
         # Of each beam, as many tokens that go on as there are beams, whatever else ends it.
         self._num_top = beam.width + len(stops)
         widest = min(max_running, limits.vocab_size - len(stops))
         if beam.width > widest:
             message = f"A beam search may be {widest} beams wide here (scheduler.max_running), got {beam.width}."
             raise InvalidRequestError(f"{message} Lower n or best_of.", param="n")
-        if params.prompt_logprobs is not None or params.max_tokens == 0 or request.generated_token_ids:
+        if (
+            params.prompt_logprobs is not None
+            or params.max_tokens == 0
+            or request.generated_token_ids
+        ):
             message = "Beam search needs max_tokens of at least 1, and takes no prompt_logprobs and generated tokens."
             raise InvalidRequestError(message, param="use_beam_search")
         self._request = request
@@ -88,12 +96,17 @@ class BeamSearch:
     def unfinished(self) -> list[RequestOutput]:
         """What the beams have so far."""
         request_id = self._request.request_id
-        return [RequestOutput(request_id=request_id, token_ids=list(state.output_token_ids)) for state in self.beams]
+        return [
+            RequestOutput(request_id=request_id, token_ids=list(state.output_token_ids))
+            for state in self.beams
+        ]
 
     def begin(self) -> GenerationRequest:
         """The request of the first beam. Give its state to `start`."""
         num_top = max(self._num_top, self._request.params.logprobs or 0)
-        params = SamplingParams(max_tokens=self._request.params.max_tokens, temperature=0.0, logprobs=num_top)
+        params = SamplingParams(
+            max_tokens=self._request.params.max_tokens, temperature=0.0, logprobs=num_top
+        )
         return replace(self._request, params=params)
 
     def start(self, first: RequestState) -> None:
@@ -112,7 +125,9 @@ class BeamSearch:
         for candidate in candidates[:width]:
             if is_last or candidate.token_id in self._stops:
                 self._keep(candidate, length)
-        chosen = [candidate for candidate in candidates if candidate.token_id not in self._stops][:width]
+        chosen = [candidate for candidate in candidates if candidate.token_id not in self._stops][
+            :width
+        ]
         if is_last or self._is_done(chosen[0].score, length):
             return BeamStep(self.beams, [], self._output())
         return self._go_on(chosen)
@@ -123,14 +138,20 @@ class BeamSearch:
             _Candidate(beam.score + logprob, state, beam, rank, token_id)
             for state in self.beams
             if (beam := state.beam) is not None and (result := beam.result) is not None
-            for rank, (token_id, logprob) in enumerate(zip(result.top_ids, result.top_logprobs, strict=True))
+            for rank, (token_id, logprob) in enumerate(
+                zip(result.top_ids, result.top_logprobs, strict=True)
+            )
             if rank < self._num_top
         ]
         num_best = self._params.width * (1 + len(self._stops))
         return heapq.nlargest(num_best, found, key=attrgetter("score"))
 
     def _beam(self, candidate: _Candidate) -> Beam:
-        return Beam(search_id=self._request.request_id, score=candidate.score, logprobs=self._logprobs(candidate) or [])
+        return Beam(
+            search_id=self._request.request_id,
+            score=candidate.score,
+            logprobs=self._logprobs(candidate) or [],
+        )
 
     def _logprobs(self, candidate: _Candidate) -> list[TokenLogprobs] | None:
         """Log-probabilities of all tokens, the next one's among them; None where nobody asked."""
@@ -165,9 +186,13 @@ class BeamSearch:
         if len(self._hypotheses) < self._params.width:
             return False
         stopping, penalty = self._params.early_stopping, self._params.length_penalty
-        if stopping is True or self._params.width == 1:  # transformers has no beam search of one beam
+        if (
+            stopping is True or self._params.width == 1
+        ):  # transformers has no beam search of one beam
             return True
-        best_length = self._request.params.max_tokens if stopping == "never" and penalty > 0 else length
+        best_length = (
+            self._request.params.max_tokens if stopping == "never" and penalty > 0 else length
+        )
         return self._score(best, best_length) <= self._hypotheses[-1][0]
 
     def _score(self, total: float, length: int) -> float:
@@ -181,8 +206,15 @@ class BeamSearch:
         for candidate in chosen:
             if candidate.parent in beams:
                 number = next(self._numbers)
-                request_id, age = f"{self._request.request_id}/{number}", self.first.arrival_index + number / MAX_FORKS
-                begun.append(candidate.parent.fork(request_id, age, candidate.token_id, self._beam(candidate)))
+                request_id, age = (
+                    f"{self._request.request_id}/{number}",
+                    self.first.arrival_index + number / MAX_FORKS,
+                )
+                begun.append(
+                    candidate.parent.fork(
+                        request_id, age, candidate.token_id, self._beam(candidate)
+                    )
+                )
                 beams.append(begun[-1])
             else:
                 continued.append(candidate)
@@ -197,6 +229,8 @@ class BeamSearch:
     def _output(self) -> RequestOutput:
         hypotheses = [hypothesis for _, hypothesis in self._hypotheses]
         best = hypotheses[0]
-        output = RequestOutput(request_id=best.request_id, finish_reason=best.finish_reason, hypotheses=hypotheses)
+        output = RequestOutput(
+            request_id=best.request_id, finish_reason=best.finish_reason, hypotheses=hypotheses
+        )
         self.first.mark_first(output, best)
         return output

@@ -50,11 +50,15 @@ class Chunks:
         is_bounded = self._is_bounded
         plan.has_interactive = self._table.num_rows > self._table.order.num_batch_rows
         draft.budget, units = self._left()
-        batch_units = self._left_for_batch(rows, units, plan.has_interactive) if is_bounded else math.inf
+        batch_units = (
+            self._left_for_batch(rows, units, plan.has_interactive) if is_bounded else math.inf
+        )
         floor = MIN_TOKENS if self._budget.has_target else 0
         page_tokens, turn = self._table.kv.geometry.page_tokens, self._table.order.turn
         needy = [
-            (turn(state), state) for state in rows if state.next_chunk is None or (is_bounded and state.in_batch_lane)
+            (turn(state), state)
+            for state in rows
+            if state.next_chunk is None or (is_bounded and state.in_batch_lane)
         ]
         needy.sort(key=itemgetter(0))
         counts: dict[RequestState, int] = {}
@@ -91,15 +95,27 @@ class Chunks:
         """Tokens and units besides those of the rows that decode."""
         table = self._table
         if not self._is_bounded:
-            return self._budget.tokens(table.num_rows - sum(state.has_row for state in table.prefilling)), math.inf
-        decoding = [state for state in table.rows() if not state.in_batch_lane and state not in table.prefilling]
+            return self._budget.tokens(
+                table.num_rows - sum(state.has_row for state in table.prefilling)
+            ), math.inf
+        decoding = [
+            state
+            for state in table.rows()
+            if not state.in_batch_lane and state not in table.prefilling
+        ]
         units = sum(self._price(state) for state in decoding) if self._budget.has_target else 0.0
         return self._budget.tokens(len(decoding)), self._budget.units(units)
 
-    def _left_for_batch(self, rows: list[RequestState], units: float, has_interactive: bool) -> float:
+    def _left_for_batch(
+        self, rows: list[RequestState], units: float, has_interactive: bool
+    ) -> float:
         """Units for the batch lane beside the interactive requests of this step; enough for one token."""
-        prices = [self._price(state) for state in rows if not state.in_batch_lane and state.num_left == 1]
-        return max(min(units, self._budget.batch_units(sum(prices) if has_interactive else None)), 1.0)
+        prices = [
+            self._price(state) for state in rows if not state.in_batch_lane and state.num_left == 1
+        ]
+        return max(
+            min(units, self._budget.batch_units(sum(prices) if has_interactive else None)), 1.0
+        )
 
     def _price(self, state: RequestState) -> float:
         """Units of its next token."""

@@ -46,7 +46,11 @@ def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
         adapter = request.adapter
         # The adapter's digest is of its weights and of its config.
         return chain_seed(
-            request.flow.tenant, base_digest, "" if adapter is None else adapter.digest, kv_dtype, rope_settings
+            request.flow.tenant,
+            base_digest,
+            "" if adapter is None else adapter.digest,
+            kv_dtype,
+            rope_settings,
         )
 
     return seed
@@ -115,7 +119,11 @@ class KvPages:
             NeverFitsError: With the numbers.
         """
         width, num_tokens = (1 if request.beam is None else request.beam.width), kv_tokens(request)
-        num_shared = (len(request.prompt_token_ids) - 1) // self.geometry.page_tokens if self.is_sharing else 0
+        num_shared = (
+            (len(request.prompt_token_ids) - 1) // self.geometry.page_tokens
+            if self.is_sharing
+            else 0
+        )
         num_blocks = num_shared + width * (self.geometry.blocks(num_tokens) - num_shared)
         num_pages = num_blocks * self.geometry.num_groups
         if num_pages + (adapter_pages or 0) <= self.pool.capacity:
@@ -169,11 +177,17 @@ class KvPages:
         blocks = self._find(state)
         num_tokens = len(blocks) * page_tokens
         swapped = state.pages.swapped
-        if swapped is not None and swapped.first_block <= len(blocks) and swapped.num_tokens > num_tokens:
+        if (
+            swapped is not None
+            and swapped.first_block <= len(blocks)
+            and swapped.num_tokens > num_tokens
+        ):
             return PrefixHit(blocks=blocks, num_tokens=swapped.num_tokens, swapped=swapped)
         return PrefixHit(blocks=blocks, num_tokens=num_tokens)
 
-    def start(self, state: RequestState, hit: PrefixHit, num_tokens: int, room: int, draft: PlanBuilder) -> bool:
+    def start(
+        self, state: RequestState, hit: PrefixHit, num_tokens: int, room: int, draft: PlanBuilder
+    ) -> bool:
         """Give a waiting request pages for `num_tokens` tokens and what it begins with.
 
         Args:
@@ -251,7 +265,10 @@ class KvPages:
         swapped = None if draft is None else self._swap_out(state, draft)
         self.free(state, state.last_step if swapped is None else swapped.step)
         state.pages = RequestPages(
-            table=BlockTable(self.geometry), chain=pages.chain, swapped=swapped, is_publishing=pages.is_publishing
+            table=BlockTable(self.geometry),
+            chain=pages.chain,
+            swapped=swapped,
+            is_publishing=pages.is_publishing,
         )
         return "recompute" if swapped is None else "swap"
 
@@ -274,7 +291,9 @@ class KvPages:
         for step, host_pages in self._leaving_host:
             if step <= self.pool.completed_step:
                 self.swap.free(host_pages)
-        self._leaving_host = [entry for entry in self._leaving_host if entry[0] > self.pool.completed_step]
+        self._leaving_host = [
+            entry for entry in self._leaving_host if entry[0] > self.pool.completed_step
+        ]
 
     def check(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> None:
         """Verify that pages, references and host pages are those of the requests.
@@ -296,19 +315,27 @@ class KvPages:
                 raise EngineError("a running request holds host pages")
             begins = state.pages.table.by_block(0, len(state.pages.held))
             if begins != [page for block in state.pages.held for page in block.pages]:
-                raise PageAccountingError("a request's first blocks are not the cached ones that it holds")
+                raise PageAccountingError(
+                    "a request's first blocks are not the cached ones that it holds"
+                )
         if len(set(pages)) != len(pages) or len(pages) != self.pool.counts()["kv"]:
-            raise PageAccountingError(f"requests hold {len(pages)} KV pages, the pool says {self.pool.counts()}")
+            raise PageAccountingError(
+                f"requests hold {len(pages)} KV pages, the pool says {self.pool.counts()}"
+            )
         num_swapped = self.swap.num_used
         if len(set(host_pages)) != len(host_pages) or len(host_pages) != num_swapped:
-            raise PageAccountingError(f"requests hold {len(host_pages)} host pages, the swap space says {num_swapped}")
+            raise PageAccountingError(
+                f"requests hold {len(host_pages)} host pages, the swap space says {num_swapped}"
+            )
         self.prefixes.check(holders)
         self.evictor.check()
 
     def _take(self, state: RequestState, count: int) -> list[int] | None:
         if not self.evictor.make_room(count):
             return None
-        return self.pool.allocate(count, "kv", NO_OWNER if state.lease is None else state.lease.slot)
+        return self.pool.allocate(
+            count, "kv", NO_OWNER if state.lease is None else state.lease.slot
+        )
 
     def _find(self, state: RequestState) -> list[PrefixBlock]:
         """Cached blocks that a waiting request begins with, but never all of its tokens: the last is to be computed."""
@@ -325,7 +352,9 @@ class KvPages:
         if not self.is_sharing or state.keeps_prompt_logprobs:
             return 0
         page_tokens, chain = self.geometry.page_tokens, state.pages.chain
-        return (state.num_tokens - 1) // page_tokens * page_tokens - (chain.num_tokens if chain is not None else 0)
+        return (state.num_tokens - 1) // page_tokens * page_tokens - (
+            chain.num_tokens if chain is not None else 0
+        )
 
     def _chain(self, state: RequestState, num_blocks: int) -> TokenChain:
         """Names of a request's first `num_blocks` blocks, at least."""
@@ -343,21 +372,29 @@ class KvPages:
             leader = hit.leader
             num_full = self.geometry.blocks(hit.num_tokens)
             sources = leader.pages.table.by_block(num_blocks, num_full)
-            draft.plan.copies += [PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)]
+            draft.plan.copies += [
+                PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)
+            ]
             leader.last_step = max(leader.last_step, draft.plan.step)
             return len(sources)
         if hit.swapped is not None:
             swapped = hit.swapped
-            host_pages = swapped.host_pages[(num_blocks - swapped.first_block) * self.geometry.num_groups :]
+            host_pages = swapped.host_pages[
+                (num_blocks - swapped.first_block) * self.geometry.num_groups :
+            ]
             moves = zip(own, host_pages, strict=False)
-            draft.plan.swap_in += [PageMove(device_page=page, host_page=host_page) for page, host_page in moves]
+            draft.plan.swap_in += [
+                PageMove(device_page=page, host_page=host_page) for page, host_page in moves
+            ]
             return len(host_pages)
         return 0
 
     def _swap_out(self, state: RequestState, draft: PlanBuilder) -> SwappedBlocks | None:
         """Have a running request's KV cache copied to host pages, if there are some and computing it takes longer."""
         pages, geometry = state.pages, self.geometry
-        shared = next((index for index, block in enumerate(pages.held) if block.refs == 1), len(pages.held))
+        shared = next(
+            (index for index, block in enumerate(pages.held) if block.refs == 1), len(pages.held)
+        )
         first = 0 if state.keeps_prompt_logprobs else shared
         num_blocks = geometry.blocks(state.num_computed)
         count = (num_blocks - first) * geometry.num_groups
@@ -369,7 +406,10 @@ class KvPages:
             return None
         moved = pages.table.by_block(first, num_blocks)
         draft.plan.swap_out += [
-            PageMove(device_page=page, host_page=host_page) for page, host_page in zip(moved, host_pages, strict=True)
+            PageMove(device_page=page, host_page=host_page)
+            for page, host_page in zip(moved, host_pages, strict=True)
         ]
         step = draft.plan.step
-        return SwappedBlocks(first_block=first, num_tokens=state.num_computed, host_pages=host_pages, step=step)
+        return SwappedBlocks(
+            first_block=first, num_tokens=state.num_computed, host_pages=host_pages, step=step
+        )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from manylora.engine.request import NON_FINITE, FinishReason, RequestError, RequestOutput, TokenLogprobs
+from manylora.engine.request import (
+    NON_FINITE,
+    FinishReason,
+    RequestError,
+    RequestOutput,
+    TokenLogprobs,
+)
 from manylora.engine.scheduling.beam import BeamSearch
 from manylora.engine.scheduling.plan import Chunk, ChunkResult
 from manylora.engine.scheduling.request_limits import ModelLimits
@@ -38,10 +44,14 @@ class Outcomes:
         outputs, self._outbox = self._outbox, []
         return outputs
 
-    def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> None:
+    def finish(
+        self, request_id: str, reason: FinishReason, error: RequestError | None = None
+    ) -> None:
         """End a request, whatever its state; unknown and finished ids are fine. A beam ends with its whole search."""
         state = self._table.requests.get(request_id)
-        search_id = state.beam.search_id if state is not None and state.beam is not None else request_id
+        search_id = (
+            state.beam.search_id if state is not None and state.beam is not None else request_id
+        )
         search = self.searches.pop(search_id, None)
         if search is not None:
             state = search.first
@@ -90,13 +100,18 @@ class Outcomes:
             self._outbox.append(step.output)
 
 
-def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: ModelLimits) -> RequestOutput | None:
+def _output(
+    state: RequestState, chunk: Chunk, result: ChunkResult, limits: ModelLimits
+) -> RequestOutput | None:
     """Take a chunk's tokens and logprobs into the state; None while the prompt goes on. *Mutates* the state."""
     if chunk.prompt_targets:
         state.prompt_logprobs += result.prompt_logprobs
     token_id = result.token_id
     if token_id is None:
-        is_all = state.request.params.max_tokens == 0 and chunk.start + len(chunk.token_ids) == state.num_prompt
+        is_all = (
+            state.request.params.max_tokens == 0
+            and chunk.start + len(chunk.token_ids) == state.num_prompt
+        )
         return _ended(state, "length") if is_all else None
     state.take_token(token_id, chunk)
     output = RequestOutput(request_id=state.request_id, token_ids=[token_id])
@@ -117,7 +132,9 @@ def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
     return output
 
 
-def _ended(state: RequestState, reason: FinishReason, error: RequestError | None = None) -> RequestOutput:
+def _ended(
+    state: RequestState, reason: FinishReason, error: RequestError | None = None
+) -> RequestOutput:
     """The last output of a request that ends without a token."""
     output = RequestOutput(
         request_id=state.request_id,
@@ -137,9 +154,13 @@ def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
     return [None, *state.prompt_logprobs]
 
 
-def _finish_reason(state: RequestState, token_id: int, limits: ModelLimits) -> Literal["stop", "length"] | None:
+def _finish_reason(
+    state: RequestState, token_id: int, limits: ModelLimits
+) -> Literal["stop", "length"] | None:
     params = state.request.params
-    if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids):
+    if token_id in params.stop_token_ids or (
+        not params.ignore_eos and token_id in limits.eos_token_ids
+    ):
         return "stop"
     # With the prompt, `max_tokens` are never more than the model takes.
     return "length" if len(state.output_token_ids) >= params.max_tokens else None

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from manylora.engine.scheduling.request_state import RequestState
 
 
-@dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and a step makes one a row
+@dataclass(
+    slots=True, kw_only=True
+)  # frozen ones take three times as long to make, and a step makes one a row
 class SampleSpec:
     """How the token after a chunk is chosen."""
 

@@ -50,7 +50,9 @@ class Preemption:
     def pause(self, state: RequestState, draft: PlanBuilder) -> None:
         """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
         num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._order.paused))
-        if PAUSED_DIVISOR * num_blocks * self._num_groups > self._pool_pages and draft.may_preempt(state):
+        if PAUSED_DIVISOR * num_blocks * self._num_groups > self._pool_pages and draft.may_preempt(
+            state
+        ):
             self.preempt(state, draft)
         else:
             self._order.stop(state)
@@ -76,7 +78,9 @@ class Preemption:
                     return False
                 self.preempt(victim, draft)
         if self._kv.grow(state, count, draft):
-            draft.plan.started.add(state.request_id)  # a batch may go before those that are more entitled to pages
+            draft.plan.started.add(
+                state.request_id
+            )  # a batch may go before those that are more entitled to pages
             return True
         draft.promised += count
         return False
@@ -92,19 +96,27 @@ class Preemption:
             self.preempt(victim, draft)
         return bool(victims)
 
-    def _victims(self, state: RequestState, num_pages: int, draft: PlanBuilder) -> list[RequestState]:
+    def _victims(
+        self, state: RequestState, num_pages: int, draft: PlanBuilder
+    ) -> list[RequestState]:
         """Requests that give up pages until `num_pages` are there; none if they are already, or if all have too few."""
         lack = num_pages - self._kv.num_available
         if lack <= 0 or (draft.unobtainable is not None and lack >= draft.unobtainable):
             return []
         users = Counter(other.digest for other in self._table.running)
-        last_first = [other for other in reversed(self._by_place(draft)) if other.status == "running"]
+        last_first = [
+            other for other in reversed(self._by_place(draft)) if other.status == "running"
+        ]
         victims = []
         for other in self._order.yielding(state, filter(draft.may_preempt, last_first)):
             victims.append(other)
             lack -= self._kv.num_alone(other)
             users[other.digest] -= 1
-            if other.digest is not None and not users[other.digest] and not self._waiting.holders_of(other.digest):
+            if (
+                other.digest is not None
+                and not users[other.digest]
+                and not self._waiting.holders_of(other.digest)
+            ):
                 lack -= other.adapter_pages or 0  # nobody uses its adapter any more
             if lack <= 0:
                 return victims
@@ -117,20 +129,35 @@ class Preemption:
         An adapter that came without them would lose its pages to what the running requests grow, and come again. One
         of unknown size is read in any case. A request that is overdue gets the pages that come free.
         """
-        if state.adapter_pages is None or state.num_bypasses >= MAX_BYPASSES or not self._table.running:
+        if (
+            state.adapter_pages is None
+            or state.num_bypasses >= MAX_BYPASSES
+            or not self._table.running
+        ):
             return True
-        num_pages = state.adapter_pages + self.pages_to_start(state, draft) + draft.needed + self.room_to_grow()
+        num_pages = (
+            state.adapter_pages
+            + self.pages_to_start(state, draft)
+            + draft.needed
+            + self.room_to_grow()
+        )
         return num_pages <= self._kv.num_available or bool(self._victims(state, num_pages, draft))
 
     def pages_to_start(self, state: RequestState, draft: PlanBuilder) -> int:
         """Pages of the tokens that a waiting request computes first."""
-        return self._kv.lacking(state, max(min(state.num_tokens, draft.budget), state.tokens_to_reserve))
+        return self._kv.lacking(
+            state, max(min(state.num_tokens, draft.budget), state.tokens_to_reserve)
+        )
 
     def make_way_for_adapter(self, state: RequestState, draft: PlanBuilder) -> None:
         """Have pages, or a slot, come free for the adapter of a waiting request."""
         num_pages = (state.adapter_pages or 0) + self.room_to_grow()
         self.make_way(state, num_pages, draft)
-        if draft.has_looked_for_slot or self._kv.num_available < num_pages or self._waiting.is_unread(state):
+        if (
+            draft.has_looked_for_slot
+            or self._kv.num_available < num_pages
+            or self._waiting.is_unread(state)
+        ):
             return
         draft.has_looked_for_slot = True
         if self._table.residency.lacks_slot:
@@ -144,7 +171,9 @@ class Preemption:
                 users.setdefault(other.digest, []).append(other)
         for digest, running in sorted(users.items(), key=lambda item: len(item[1])):
             group = [*running, *self._waiting.holders_of(digest)]
-            if all(map(draft.may_preempt, running)) and len(list(self._order.yielding(state, group))) == len(group):
+            if all(map(draft.may_preempt, running)) and len(
+                list(self._order.yielding(state, group))
+            ) == len(group):
                 for victim in running:
                     self.preempt(victim, draft)
                 self._waiting.release_holds(digest)
@@ -154,9 +183,15 @@ class Preemption:
     def _less_entitled(self, state: RequestState, draft: PlanBuilder) -> RequestState | None:
         """The request to preempt for the growth of `state`: the least entitled one behind it, paused ones first."""
         by_place = self._by_place(draft)
-        while by_place and not (by_place[-1].status == "running" and draft.may_preempt(by_place[-1])):
+        while by_place and not (
+            by_place[-1].status == "running" and draft.may_preempt(by_place[-1])
+        ):
             by_place.pop()
-        return by_place[-1] if by_place and self._order.place(by_place[-1]) > self._order.place(state) else None
+        return (
+            by_place[-1]
+            if by_place and self._order.place(by_place[-1]) > self._order.place(state)
+            else None
+        )
 
     def _by_place(self, draft: PlanBuilder) -> list[RequestState]:
         """Requests with pages, the most entitled first, as of the first time that the plan asks."""

@@ -34,11 +34,17 @@ def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
             generated tokens than wanted.
         ContextLengthError: Prompt plus `max_tokens` exceed the model's length.
     """
-    prompt, generated, params = request.prompt_token_ids, request.generated_token_ids, request.params
+    prompt, generated, params = (
+        request.prompt_token_ids,
+        request.generated_token_ids,
+        request.params,
+    )
     if not prompt:
         raise InvalidRequestError("prompt must have at least one token, got none.", param="prompt")
     if not request.flow.weight > 0:
-        raise InvalidRequestError(f"weight must be above 0, got {request.flow.weight}.", param="weight")
+        raise InvalidRequestError(
+            f"weight must be above 0, got {request.flow.weight}.", param="weight"
+        )
     if len(prompt) + params.max_tokens > limits.max_model_len:
         raise ContextLengthError(
             f"This model takes {limits.max_model_len} tokens, but {len(prompt)} in the prompt and "
@@ -62,4 +68,6 @@ def _check_vocabulary(param: str, token_ids: Collection[int], vocab_size: int) -
     lowest, highest = min(token_ids), max(token_ids)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise InvalidRequestError(f"{param} must have token ids from 0 to {vocab_size - 1}, got {wrong}.", param=param)
+        raise InvalidRequestError(
+            f"{param} must have token ids from 0 to {vocab_size - 1}, got {wrong}.", param=param
+        )

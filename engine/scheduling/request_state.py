@@ -274,12 +274,20 @@ class RequestState:
         num_coming, sample = self.num_coming, chunk.sample
         has_room = self.num_computed % self.geometry.page_tokens > 0 and self.status == "running"
         goes_on = num_coming > 0 or not self.in_flight
-        if has_room and goes_on and sample is not None and chunk.start >= self.num_prompt and len(chunk.token_ids) == 1:
+        if (
+            has_room
+            and goes_on
+            and sample is not None
+            and chunk.start >= self.num_prompt
+            and len(chunk.token_ids) == 1
+        ):
             chunk.token_ids[0], chunk.start = 0 if num_coming else token_id, self.num_computed
             sample.output_index += 1 + num_coming
             self.next_chunk = chunk
 
-    def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
+    def fork(
+        self, request_id: str, arrival_index: float, token_id: int, beam: Beam
+    ) -> RequestState:
         """A waiting request that goes on from here with another token."""
         chain = self.pages.chain
         return RequestState(
@@ -289,7 +297,9 @@ class RequestState:
             seed=self.seed,
             adapter_state=self.adapter_state,
             geometry=self.geometry,
-            pages=RequestPages(table=BlockTable(self.geometry), chain=chain.copy() if chain is not None else None),
+            pages=RequestPages(
+                table=BlockTable(self.geometry), chain=chain.copy() if chain is not None else None
+            ),
             adapter_pages=self.adapter_pages,
             output_token_ids=[*self.output_token_ids, token_id],
             leader=self,
@@ -306,7 +316,12 @@ class RequestState:
         """Back to waiting with its tokens and no device pages."""
         self.num_preemptions += 1
         self.progress_mark = self.num_computed + self.geometry.page_tokens
-        self.status, self.waiting_reason, self.lease, self.next_chunk = "waiting", "NO_PAGES", None, None
+        self.status, self.waiting_reason, self.lease, self.next_chunk = (
+            "waiting",
+            "NO_PAGES",
+            None,
+            None,
+        )
 
     def lose_kv(self) -> None:
         """Mark all its tokens as not computed."""

@@ -52,7 +52,9 @@ class Deadlines:
     def _awaits(self, entry: tuple[float, float, str]) -> RequestState | None:
         """The request that is still to start by a deadline."""
         state = self._requests.get(entry[2])
-        return None if state is None or state.arrival_index != entry[1] or state.has_started else state
+        return (
+            None if state is None or state.arrival_index != entry[1] or state.has_started else state
+        )
 
 
 class WaitingQueue:
@@ -117,7 +119,10 @@ class WaitingQueue:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
             adapter = state.request.adapter
-            if adapter.digest not in self._holders and self._residency.state(adapter.digest) != "device":
+            if (
+                adapter.digest not in self._holders
+                and self._residency.state(adapter.digest) != "device"
+            ):
                 state.caused_load = True
             self._residency.hold(adapter)
             state.is_holding = True
@@ -134,14 +139,20 @@ class WaitingQueue:
 
     def pass_load_on(self, state: RequestState) -> bool:
         """Have another request that holds the same adapter be charged for its load; False where there is none."""
-        heir = next((other for other in self.holders_of(state.digest or "") if other is not state), None)
+        heir = next(
+            (other for other in self.holders_of(state.digest or "") if other is not state), None
+        )
         if heir is not None:
             state.caused_load, heir.caused_load = False, True
         return heir is not None
 
     def yield_hold(self) -> bool:
         """Drop the newest hold on an adapter with pages, for a running request that lacks some; False without one."""
-        with_pages = [state for state in self._all_holders() if self._residency.state(state.digest or "") == "device"]
+        with_pages = [
+            state
+            for state in self._all_holders()
+            if self._residency.state(state.digest or "") == "device"
+        ]
         if with_pages:
             self._unhold(max(with_pages, key=lambda state: state.age_key))
         return bool(with_pages)
@@ -183,7 +194,12 @@ class RequestTable:
     """
 
     def __init__(
-        self, order: FairOrder, service: TenantService, kv: KvPages, residency: Residency, max_rows: int
+        self,
+        order: FairOrder,
+        service: TenantService,
+        kv: KvPages,
+        residency: Residency,
+        max_rows: int,
     ) -> None:
         self.order = order
         self.service = service
@@ -312,7 +328,10 @@ class RequestTable:
         waiting = {state.request_id for state in self.waiting}
         if running & waiting or running | waiting != self.requests.keys():
             raise EngineError("a request is not in exactly one of waiting and running")
-        if self.order.check() != self.requests.keys() - self.parked.keys() or self.num_rows > self.max_rows:
+        if (
+            self.order.check() != self.requests.keys() - self.parked.keys()
+            or self.num_rows > self.max_rows
+        ):
             raise EngineError("the fair order has other requests, or more rows than a step")
         if any(
             state.num_coming > len(state.in_flight) or len(state.in_flight) > num_steps
@@ -325,7 +344,11 @@ class RequestTable:
             if state.num_computed and state.pages.swapped is None:
                 raise EngineError("a waiting request counts tokens as computed that are nowhere")
         for state in self.running:
-            if state.status != "running" or state.is_holding or (state.lease is None) != (state.digest is None):
+            if (
+                state.status != "running"
+                or state.is_holding
+                or (state.lease is None) != (state.digest is None)
+            ):
                 raise EngineError("a running request has no lease, or still a hold")
         self.kv.check(self.running, list(self.waiting))
 

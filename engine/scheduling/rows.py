@@ -54,13 +54,20 @@ class Rows:
         """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
         is_whole_look = draft.plan.step % WHOLE_LOOK_STEPS == 0
         has_room = self.table.has_free_row
-        is_due = has_room or is_whole_look or self._waiting.has_changed or draft.plan.step % GLANCE_STEPS == 0
+        is_due = (
+            has_room
+            or is_whole_look
+            or self._waiting.has_changed
+            or draft.plan.step % GLANCE_STEPS == 0
+        )
         if not self._order.num_queued or not (is_due or self._waiting.num_loading()):
             return
         self._waiting.has_changed = False
         prefilling = self.table.prefilling
         draft.prefilling = [
-            (self._order.turn(state), state.num_left, state.in_batch_lane) for state in prefilling if state.has_row
+            (self._order.turn(state), state.num_left, state.in_batch_lane)
+            for state in prefilling
+            if state.has_row
         ]
         overdue = [state for state in self._waiting.overdue() if self._may_run(state)]
         looked = {state.request_id: state for state in overdue[:1]}
@@ -73,12 +80,16 @@ class Rows:
         for state in line:
             reason: WaitingReason | None = None
             # Requests that are overdue keep waiting those that are not far more entitled.
-            if state.status == "running" or all(self._order.is_behind(late, state) for late in overdue):
+            if state.status == "running" or all(
+                self._order.is_behind(late, state) for late in overdue
+            ):
                 looked[state.request_id] = state
                 reason = self._try_row(state, draft)
                 if reason is None:
                     num_bypassed = len(blocked)
-                elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waits_for_read(state)):
+                elif reason == "NO_PAGES" or (
+                    reason == "NO_ROOM" and not self._waits_for_read(state)
+                ):
                     blocked.append(state)
             num_glanced += reason == "NEW" and not self.table.has_free_row
             if num_glanced >= GLANCE and not is_whole_look:
@@ -88,15 +99,23 @@ class Rows:
             self._waiting.bypass(state)
         if has_room or is_whole_look:
             self._waiting.drop_holds(lambda state: state.request_id in looked)
-            self._residency.expect([state.digest for state in looked.values() if state.digest and state.is_holding])
+            self._residency.expect(
+                [state.digest for state in looked.values() if state.digest and state.is_holding]
+            )
 
     def waits_for_leader(self, state: RequestState) -> bool:
         """Whether a fork waits for what it takes from its leader; one that cannot have it any more goes on alone."""
         leader = state.leader
         if leader is None:
             return False
-        is_without_pages = leader.num_preemptions if state.beam is None else leader.status == "waiting"
-        if self.table.requests.get(leader.request_id) is not leader or is_without_pages or state.num_preemptions:
+        is_without_pages = (
+            leader.num_preemptions if state.beam is None else leader.status == "waiting"
+        )
+        if (
+            self.table.requests.get(leader.request_id) is not leader
+            or is_without_pages
+            or state.num_preemptions
+        ):
             state.leader = None
             return False
         return leader.num_complete < state.num_shared
@@ -115,14 +134,18 @@ class Rows:
         waiting.drop_holds(lambda state: state.digest == first.digest)
         if first.status == "waiting":
             waiting.bypass(first, MAX_BYPASSES)
-        in_the_way = [state for state in self.table.running if state.is_idle and not _are_beams(state, first)]
+        in_the_way = [
+            state for state in self.table.running if state.is_idle and not _are_beams(state, first)
+        ]
         if in_the_way:
             self.preemption.preempt(max(in_the_way, key=self._order.place), draft)
             return
         self._num_stalls += 1
         if self._num_stalls > MAX_STALLS:
             self._num_stalls = 0
-            error = CapacityError("Pinned adapters leave too little room for this request. Try again, or unpin some.")
+            error = CapacityError(
+                "Pinned adapters leave too little room for this request. Try again, or unpin some."
+            )
             self.finish(first.request_id, "error", request_error(error))
 
     def _may_run(self, state: RequestState) -> bool:
@@ -132,7 +155,11 @@ class Rows:
         """The most entitled that runs and is not idle, or else of those that idle ones wait for, or of all."""
         table = self.table
         running = [state for state in table.running if not state.is_idle]
-        awaited = [state for state in table.waiting if any(_are_beams(state, idle) for idle in table.running)]
+        awaited = [
+            state
+            for state in table.waiting
+            if any(_are_beams(state, idle) for idle in table.running)
+        ]
         begun = running or [state for state in awaited if not state.is_idle]
         if begun:
             return min(begun, key=table.order.place)
@@ -204,14 +231,20 @@ class Rows:
                 return False
         return True
 
-    def _start(self, state: RequestState, row: RequestState | None, draft: PlanBuilder) -> WaitingReason | None:
+    def _start(
+        self, state: RequestState, row: RequestState | None, draft: PlanBuilder
+    ) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
         turn = self._order.turn(state)
         # Prompts of the batch lane that are ahead have few tokens in a step with interactive requests.
         num_ahead = sum(
-            left for other, left, is_batch in draft.prefilling if other < turn and (state.in_batch_lane or not is_batch)
+            left
+            for other, left, is_batch in draft.prefilling
+            if other < turn and (state.in_batch_lane or not is_batch)
         )
-        is_free = state.beam is not None and state.leader is not None  # one token, like those that decode
+        is_free = (
+            state.beam is not None and state.leader is not None
+        )  # one token, like those that decode
         if num_ahead >= draft.budget and not is_free:
             return "NEW"
         if state.digest is not None:
@@ -235,10 +268,16 @@ class Rows:
             self._note_first_start(state)
         return None
 
-    def _find_pages(self, state: RequestState, hit: PrefixHit, num_tokens: int, draft: PlanBuilder) -> bool:
+    def _find_pages(
+        self, state: RequestState, hit: PrefixHit, num_tokens: int, draft: PlanBuilder
+    ) -> bool:
         """Give a waiting request its pages, from what is free or idle or from shares that are far ahead."""
         # The other beams of a search cannot grow before this one has started.
-        room = 0 if state.beam is not None and state.output_token_ids else self.preemption.room_to_grow()
+        room = (
+            0
+            if state.beam is not None and state.output_token_ids
+            else self.preemption.room_to_grow()
+        )
         if self._kv.start(state, hit, num_tokens, room, draft):
             return True
         num_pages = self._kv.num_lacking(hit, num_tokens) + room
@@ -257,4 +296,8 @@ class Rows:
 
 def _are_beams(state: RequestState, other: RequestState) -> bool:
     """Whether both are beams of one search."""
-    return state.beam is not None and other.beam is not None and state.beam.search_id == other.beam.search_id
+    return (
+        state.beam is not None
+        and other.beam is not None
+        and state.beam.search_id == other.beam.search_id
+    )

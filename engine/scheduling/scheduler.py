@@ -86,7 +86,12 @@ class Scheduler:
     def __post_init__(self, kv: KvPages, step_tokens: int, prices: Prices) -> None:
         config = self.config
         self.table = RequestTable(
-            FairOrder(config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output, config.max_running),
+            FairOrder(
+                config.policy,
+                inner_order(config.inner),
+                QUANTUM_TOKENS * prices.output,
+                config.max_running,
+            ),
             TenantService(prices, Lengths(), self.clock),
             kv,
             self.residency,
@@ -98,7 +103,9 @@ class Scheduler:
         """What happened to requests since the last call."""
         self._preemption = Preemption(self.table)
         self._rows = Rows(self.table, self._preemption, self.clock, self.finish)
-        self._chunks = Chunks(self.table, self._preemption, StepBudget(config, step_tokens, kv.costs.token_s))
+        self._chunks = Chunks(
+            self.table, self._preemption, StepBudget(config, step_tokens, kv.costs.token_s)
+        )
         self._deadlines = Deadlines(self.table.requests)
         self.pause: PauseMode | None = None
         """How plans are held back; with `wait` it becomes `keep` by itself. Deadlines count all the same."""
@@ -133,12 +140,19 @@ class Scheduler:
                 f"{len(self.table.waiting)} requests wait already. Try again later.",
                 retry_after_s=self.table.service.retry_after_s(len(self.table.waiting)),
             )
-        if request.request_id in self.table.requests or request.request_id in self._outcomes.searches:
-            raise InvalidRequestError("request_id must be unique, got one that is in use.", param="request_id")
+        if (
+            request.request_id in self.table.requests
+            or request.request_id in self._outcomes.searches
+        ):
+            raise InvalidRequestError(
+                "request_id must be unique, got one that is in use.", param="request_id"
+            )
         check_limits(request, self.limits)
         if request.grammar is not None and (self.grammars is None or request.beam is not None):
             what = "this engine" if self.grammars is None else "beam search"
-            raise InvalidRequestError(f"A grammar cannot be used with {what}.", param="structured_outputs")
+            raise InvalidRequestError(
+                f"A grammar cannot be used with {what}.", param="structured_outputs"
+            )
         adapter = request.adapter
         adapter_pages = self.residency.pages_needed(adapter) if adapter else 0
         self.table.kv.check_fits(request, adapter_pages)
@@ -167,14 +181,20 @@ class Scheduler:
         if search is not None:
             search.start(state)
             self._outcomes.searches[state.request_id] = search
-        matcher = self.grammars.ask(request) if self.grammars is not None and request.grammar is not None else None
+        matcher = (
+            self.grammars.ask(request)
+            if self.grammars is not None and request.grammar is not None
+            else None
+        )
         self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
         if matcher is not None:
             self._begin_matching(state, matcher)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
             self.finish(state.request_id, "length")
 
-    def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> None:
+    def finish(
+        self, request_id: str, reason: FinishReason, error: RequestError | None = None
+    ) -> None:
         """End a request, whatever its state; see `Outcomes.finish`."""
         parked = self.table.parked.get(request_id)
         if parked is not None and self.grammars is not None:
@@ -195,7 +215,9 @@ class Scheduler:
             return []
         found = []
         for index, chunk in enumerate(plan.chunks):
-            matcher = self.table.requests[chunk.request_id].matcher if chunk.sample is not None else None
+            matcher = (
+                self.table.requests[chunk.request_id].matcher if chunk.sample is not None else None
+            )
             if matcher is not None:
                 found.append((index, matcher))
         return found
@@ -233,7 +255,9 @@ class Scheduler:
         The next token of a request may depend on the ones before it by more than the model: by penalties, bad words, a
         grammar, or the other beams of its search. Log-probabilities of a prompt are kept with its KV cache.
         """
-        return any(self.table.requests[chunk.request_id].needs_results(chunk) for chunk in plan.chunks)
+        return any(
+            self.table.requests[chunk.request_id].needs_results(chunk) for chunk in plan.chunks
+        )
 
     def commit(self, plan: StepPlan, results: list[ChunkResult]) -> None:
         """Take in what a step yielded; requests that ended meanwhile are passed over. `take_outputs` has the outputs.
@@ -251,7 +275,9 @@ class Scheduler:
                 live.append((state, chunk))
                 yielded.append(result)
         if not is_fitting:
-            raise EngineError(f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them")
+            raise EngineError(
+                f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them"
+            )
         charges = self.table.service.charge(live)
         self.table.order.charge(charges)
         self._last_units = sum(units for _, units in charges)
@@ -278,7 +304,9 @@ class Scheduler:
         """End the requests of a failed step with an internal error; what it should have moved or filled is lost."""
         for chunk in plan.chunks:
             state = self.table.requests.get(chunk.request_id)
-            if state is not None and state.last_step >= plan.step:  # else it came later, with the same id
+            if (
+                state is not None and state.last_step >= plan.step
+            ):  # else it came later, with the same id
                 self.finish(chunk.request_id, "error", INTERNAL)
         for state in [state for state in self.table.running if state.request_id in plan.started]:
             self._preemption.undo_start(state, plan.step)

@@ -85,7 +85,9 @@ class StepBudget:
 
     def __init__(self, config: SchedulerConfig, step_tokens: int, unit_s: float) -> None:
         self._max_tokens = step_tokens
-        self._target_s = None if config.itl_target_ms is None else TARGET_AIM * config.itl_target_ms / 1000
+        self._target_s = (
+            None if config.itl_target_ms is None else TARGET_AIM * config.itl_target_ms / 1000
+        )
         self._stretch = config.batch_stretch
         self._time = StepTime(unit_s)
         self._usual_s = 0.0
@@ -124,7 +126,9 @@ class StepBudget:
             return self._time.units(self._stretch * self._usual_s)
         return (self._stretch - 1) * max(self._time.seconds(decoding), 0.0) / self._time.unit_s
 
-    def note_step(self, units: float, batch_units: float, seconds: float, has_interactive: bool) -> None:
+    def note_step(
+        self, units: float, batch_units: float, seconds: float, has_interactive: bool
+    ) -> None:
         """Learn from a step.
 
         Args:

@@ -78,7 +78,9 @@ class Detokenizer:
         self._emitted += len(delta)
         if delta and final == text:
             self._restart(self._window[self._num_context :])
-            self._emitted = len(self._decode(self._window))  # which may begin inside a character of the prompt
+            self._emitted = len(
+                self._decode(self._window)
+            )  # which may begin inside a character of the prompt
         elif len(self._window) > MAX_WINDOW_TOKENS + self._num_context:
             self._restart(self._window[-MAX_WINDOW_TOKENS // 4 :])
         return delta
@@ -111,13 +113,21 @@ def settled_text(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> s
     """
     if not text.endswith(_UNFINISHED):
         return text
-    is_whole = b"".join(map(tokenizer.token_bytes, token_ids[-CONTEXT_TOKENS:])).endswith(_UNFINISHED.encode())
+    is_whole = b"".join(map(tokenizer.token_bytes, token_ids[-CONTEXT_TOKENS:])).endswith(
+        _UNFINISHED.encode()
+    )
     return text if is_whole else text.removesuffix(_UNFINISHED)
 
 
-def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+def prompt_offsets(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> list[int]:
     """Characters of a prompt's text before each of its tokens."""
-    pieces, offsets, num_characters = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens), [], 0
+    pieces, offsets, num_characters = (
+        Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens),
+        [],
+        0,
+    )
     for token_id in token_ids:
         offsets.append(num_characters + pieces.num_waiting(token_id))
         num_characters += len(pieces.push(token_id))
@@ -177,7 +187,9 @@ class StopScanner:
 
     def _found(self, num_old: int) -> list[tuple[int, int, str]]:
         """End and start of each stop string that the text after the first `num_old` characters completes."""
-        places = ((stop, self._held.find(stop, max(0, num_old + 1 - len(stop)))) for stop in self._stops)
+        places = (
+            (stop, self._held.find(stop, max(0, num_old + 1 - len(stop)))) for stop in self._stops
+        )
         return [(start + len(stop), start, stop) for stop, start in places if start >= 0]
 
     def _num_held(self) -> int:
@@ -185,7 +197,12 @@ class StopScanner:
         longest = max(len(stop) - 1 for stop in self._stops)
         lengths = range(min(longest, len(self._held)), 0, -1)
         return next(
-            (length for length in lengths if any(stop.startswith(self._held[-length:]) for stop in self._stops)), 0
+            (
+                length
+                for length in lengths
+                if any(stop.startswith(self._held[-length:]) for stop in self._stops)
+            ),
+            0,
         )
 
 
@@ -210,7 +227,10 @@ class TextStream:
     ) -> None:
         self._params = params
         self._detokenizer = Detokenizer(
-            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens, shown_ids=shown_ids
+            tokenizer,
+            prompt_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_ids=shown_ids,
         )
         self._scanner = StopScanner(params.stop, is_shown=params.include_stop_str_in_output)
         self._num_characters = 0
@@ -229,10 +249,14 @@ class TextStream:
         for token_id in output.token_ids:
             offsets.append(self._num_characters + self._detokenizer.num_waiting(token_id))
             # A token that ends the generation is counted, but its text is not part of the answer.
-            is_hidden = token_id == output.stop_token_id and not self._params.include_stop_str_in_output
+            is_hidden = (
+                token_id == output.stop_token_id and not self._params.include_stop_str_in_output
+            )
             text = "" if is_hidden else self._detokenizer.push(token_id)
             self._num_characters += len(text)
-            part, stop = self._scanner.push(text, may_stop=self.num_tokens + len(offsets) > self._params.min_tokens)
+            part, stop = self._scanner.push(
+                text, may_stop=self.num_tokens + len(offsets) > self._params.min_tokens
+            )
             shown.append(part)
             if stop is not None:
                 break
@@ -244,7 +268,9 @@ class TextStream:
         self._num_shown += sum(map(len, shown))
         if self.is_finished:  # a stop string that is cut off has no places in the text
             offsets = [min(offset, self._num_shown) for offset in offsets]
-        stop_token = output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None
+        stop_token = (
+            output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None
+        )
         return TextDelta(
             text="".join(shown),
             token_ids=output.token_ids[: len(offsets)],

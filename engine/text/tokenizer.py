@@ -34,7 +34,9 @@ def _own_errors() -> Iterator[None]:
     """Refuse a text at which the library panics, as its regular expressions do after many steps."""
     try:
         yield
-    except BaseException as error:  # a panic of Rust is no Exception, and its class cannot be imported
+    except (
+        BaseException
+    ) as error:  # a panic of Rust is no Exception, and its class cannot be imported
         if type(error).__name__ != "PanicException":
             raise
         message = "This model's tokenizer gives up on this text: one of its regular expressions takes too long for it."
@@ -60,19 +62,28 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except Exception as error:  # transformers checks little of what the files say
             reason = " ".join(str(error).split())[:200]
-            message = f"model.path must have a tokenizer, got {path}: {reason or type(error).__name__}"
+            message = (
+                f"model.path must have a tokenizer, got {path}: {reason or type(error).__name__}"
+            )
             raise ConfigError(message, param="model.path") from error
         # transformers' own encode changes shared state on every call, which is not safe in threads.
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._backend is None:
-            raise ConfigError(f"model.path must have a tokenizer.json, got {path}", param="model.path")
+            raise ConfigError(
+                f"model.path must have a tokenizer.json, got {path}", param="model.path"
+            )
         self._backend.no_truncation()
         self._backend.no_padding()
         template = self._tokenizer.chat_template or ""
-        if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
+        if not all(
+            isinstance(text, str)
+            for text in (template.values() if isinstance(template, dict) else [template])
+        ):
             raise ConfigError(f"chat_template: expected text, in {path}", param="model.path")
         self.folder = Path(path)
-        self.eos_token_ids = read_eos_token_ids(self.folder) | {self._tokenizer.eos_token_id} - {None}
+        self.eos_token_ids = read_eos_token_ids(self.folder) | {self._tokenizer.eos_token_id} - {
+            None
+        }
         """Tokens that end a generation."""
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
@@ -103,7 +114,9 @@ class Tokenizer:
         """Ids of the tokens that grammars name by id: to llguidance, tags among the added tokens are special too."""
         added = self._backend.get_added_tokens_decoder()
         ids = {token.content: token_id for token_id, token in added.items()}
-        return self.special_tokens | {text: ids[text] for text in ids if text.startswith("<") and text.endswith(">")}
+        return self.special_tokens | {
+            text: ids[text] for text in ids if text.startswith("<") and text.endswith(">")
+        }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's own start token if wanted.
@@ -115,7 +128,9 @@ class Tokenizer:
             if len(text) < LONG:
                 encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
             else:
-                encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+                encoding = self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )[0]
         token_ids: list[int] = encoding.ids
         return token_ids
 
@@ -138,9 +153,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; unknown ids have none."""
         if len(token_ids) < LONG:
-            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            text: str = self._backend.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens
+            )
         else:
-            text = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
+            text = self._backend.decode_batch(
+                [list(token_ids)], skip_special_tokens=skip_special_tokens
+            )[0]
         return text
 
     @cached_property
@@ -149,8 +168,12 @@ class Tokenizer:
         backend = self._backend
         added = backend.get_added_tokens_decoder().values()
         normalizer, pieces = str(backend.normalizer), backend.get_vocab(with_added_tokens=False)
-        is_bytes = "ByteLevel" in str(backend.pre_tokenizer) and type(backend.model).__name__ == "BPE"
-        has_all_bytes = is_bytes and self._is_byte_level and pieces.keys() >= self._byte_of_letter.keys()
+        is_bytes = (
+            "ByteLevel" in str(backend.pre_tokenizer) and type(backend.model).__name__ == "BPE"
+        )
+        has_all_bytes = (
+            is_bytes and self._is_byte_level and pieces.keys() >= self._byte_of_letter.keys()
+        )
         is_dropping = any(word in str(backend.pre_tokenizer) for word in _DROPPING)
         is_swallowing = any(token.lstrip or token.rstrip for token in added)
         if not has_all_bytes or is_dropping or is_swallowing or normalizer not in ("None", "NFC()"):
@@ -167,9 +190,13 @@ class Tokenizer:
         normalizer = self._backend.normalizer
         if len(text) < LONG or str(normalizer) in ("None", "NFC()"):
             return False
-        parts = (text[start : start + LONG] for start in range(0, len(text), LONG))  # each holds the lock meanwhile
+        parts = (
+            text[start : start + LONG] for start in range(0, len(text), LONG)
+        )  # each holds the lock meanwhile
         with _own_errors():
-            return sum(len(normalizer.normalize_str(part)) for part in parts) > MAX_SWELLING * len(text)
+            return sum(len(normalizer.normalize_str(part)) for part in parts) > MAX_SWELLING * len(
+                text
+            )
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks.
@@ -188,7 +215,8 @@ class Tokenizer:
         taken = sorted(self._template_names.intersection(template_kwargs))
         if taken:
             raise InvalidRequestError(
-                f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out.", param="chat_template_kwargs"
+                f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out.",
+                param="chat_template_kwargs",
             )
 
     @cached_property
@@ -199,7 +227,9 @@ class Tokenizer:
 
     def may_end_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether text up to this token can be final: a raw byte may need others, and skipped tokens have none."""
-        return token_id not in self._byte_tokens and not (skip_special_tokens and token_id in self._special_ids)
+        return token_id not in self._byte_tokens and not (
+            skip_special_tokens and token_id in self._special_ids
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; tokens may hold parts of characters."""
@@ -265,7 +295,11 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
     text = eos.get("content") if isinstance(eos, dict) else eos
     added = read_object(folder / "tokenizer.json").get("added_tokens")
     for token in added if isinstance(added, list) and isinstance(text, str) else []:
-        if isinstance(token, dict) and token.get("content") == text and type(token.get("id")) is int:
+        if (
+            isinstance(token, dict)
+            and token.get("content") == text
+            and type(token.get("id")) is int
+        ):
             token_ids.add(token["id"])
     return frozenset(token_ids)
 
@@ -281,5 +315,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"model.path: cannot read {path}: it is no JSON", param="model.path") from error
+        raise ConfigError(
+            f"model.path: cannot read {path}: it is no JSON", param="model.path"
+        ) from error
     return content if isinstance(content, dict) else {}

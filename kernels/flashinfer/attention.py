@@ -48,13 +48,17 @@ class FlashInferAttention:
         others: Computes items, and all rows where FlashInfer does not take the operands.
     """
 
-    def __init__(self, flashinfer: Any, device: torch.device, others: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, flashinfer: Any, device: torch.device, others: Callable[..., Tensor]
+    ) -> None:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._others = others
         self._planners = deque(_Planner(wrapper(workspace, "HND")) for _ in range(NUM_PLANS))
 
-    def paged_attention(self, q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float
+    ) -> Tensor:
         """Causal attention of a step's query rows over keys and values in pages.
 
         Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`.
@@ -73,7 +77,9 @@ class FlashInferAttention:
             out.index_copy_(0, rows, run(q.index_select(0, rows), (kv.k, kv.v)))
         return out
 
-    def _planner(self, q: Tensor, kv: KvLayer, batch: AttentionBatch, arrays: Arrays, scale: float) -> _Planner:
+    def _planner(
+        self, q: Tensor, kv: KvLayer, batch: AttentionBatch, arrays: Arrays, scale: float
+    ) -> _Planner:
         """One that is planned for a batch and its layers of one window."""
         sizes = (q.shape[1], kv.k.shape[1], q.shape[2], batch.page_tokens)
         plan = batch.keep(("flashinfer", *sizes, q.dtype, scale, kv.window), object)
@@ -102,16 +108,22 @@ def chunk_arrays(batch: AttentionBatch) -> tuple[slice | Tensor, Arrays]:
     contexts = np.array([chunk.context_len for chunk in batch.chunks], dtype=np.int32)
     num_pages = -(-contexts // batch.page_tokens)
     tables = zip(batch.chunks, num_pages.tolist(), strict=True)
-    rows = np.concatenate([np.arange(chunk.row, chunk.row + chunk.query_len) for chunk in batch.chunks])
+    rows = np.concatenate(
+        [np.arange(chunk.row, chunk.row + chunk.query_len) for chunk in batch.chunks]
+    )
     arrays = (
         np.cumsum([0, *(chunk.query_len for chunk in batch.chunks)], dtype=np.int32),
         np.cumsum([0, *num_pages], dtype=np.int32),
-        np.concatenate([batch.block_table.numpy()[chunk.request, :count] for chunk, count in tables]),
+        np.concatenate(
+            [batch.block_table.numpy()[chunk.request, :count] for chunk, count in tables]
+        ),
         contexts - (num_pages - 1) * np.int32(batch.page_tokens),
     )
     is_run = bool((np.diff(rows) == 1).all())
     return (
-        slice(int(rows[0]), int(rows[-1]) + 1) if is_run else torch.from_numpy(rows).to(batch.device),
+        slice(int(rows[0]), int(rows[-1]) + 1)
+        if is_run
+        else torch.from_numpy(rows).to(batch.device),
         [torch.from_numpy(array) for array in arrays],
     )
 
@@ -122,7 +134,11 @@ def refusal(dtype: torch.dtype, head_dim: int, *, is_int8: bool) -> str | None:
         return "it does not read keys and values of int8; leave memory.kv_dtype at auto"
     if dtype not in DTYPES:
         return f"it computes float16 and bfloat16, but model.dtype is {str(dtype).removeprefix('torch.')}"
-    return None if head_dim in HEAD_DIMS else f"it computes heads of 64, 128 and 256, but the model's are {head_dim}"
+    return (
+        None
+        if head_dim in HEAD_DIMS
+        else f"it computes heads of 64, 128 and 256, but the model's are {head_dim}"
+    )
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

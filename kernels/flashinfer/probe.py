@@ -53,7 +53,10 @@ def open_flashinfer(
     try:
         attention = FlashInferAttention(importlib.import_module("flashinfer"), device, others)
         windows = {window and WINDOW for window in needs.windows}
-        errors = [_error(attention, others, *_operands(needs, device, dtype, window)) for window in windows]
+        errors = [
+            _error(attention, others, *_operands(needs, device, dtype, window))
+            for window in windows
+        ]
     except Exception as error:  # noqa: BLE001 - an installation, a compiler, a driver and a changing library are tried
         return f"a trial of it failed: {type(error).__name__}: {error}"
     largest = float(torch.tensor(errors).max())  # NaN if one is
@@ -69,7 +72,11 @@ def _has_compiler() -> bool:
     """Whether there is an nvcc where FlashInfer looks for one."""
     settings = environment()
     home = settings.get("CUDA_HOME") or settings.get("CUDA_PATH")
-    found = shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which(f"{TOOLKIT}/bin/nvcc")
+    found = (
+        shutil.which(f"{home}/bin/nvcc")
+        if home
+        else shutil.which("nvcc") or shutil.which(f"{TOOLKIT}/bin/nvcc")
+    )
     return found is not None
 
 
@@ -80,13 +87,17 @@ def _operands(
     generator = torch.Generator().manual_seed(0)
     num_pages = -(-CONTEXT // needs.page_tokens)
     pages = list(range(2 * num_pages, 0, -2))
-    arena = torch.full((2 * num_pages + 1, 2, 2, needs.num_kv_heads, needs.page_tokens, needs.head_dim), torch.nan)
+    arena = torch.full(
+        (2 * num_pages + 1, 2, 2, needs.num_kv_heads, needs.page_tokens, needs.head_dim), torch.nan
+    )
     arena[0] = 0
     for start, page in zip(range(0, CONTEXT, needs.page_tokens), pages, strict=True):
         live = arena[page, 1, :, :, : CONTEXT - start]
         live.copy_(torch.randn(live.shape, generator=generator))
     keys, values = arena.to(device, dtype)[:, 1].unbind(1)
-    qkv = torch.randn((ROWS, needs.num_heads + 2 * needs.num_kv_heads, needs.head_dim), generator=generator)
+    qkv = torch.randn(
+        (ROWS, needs.num_heads + 2 * needs.num_kv_heads, needs.head_dim), generator=generator
+    )
     batch = AttentionBatch.build([pages], [ROWS], [CONTEXT], device, needs.page_tokens)
     kv = KvLayer(keys, values, window=window)
     return qkv.to(device, dtype)[:, : needs.num_heads], kv, batch, needs.head_dim**-0.5
@@ -95,4 +106,6 @@ def _operands(
 def _error(attention: FlashInferAttention, others: Callable[..., Tensor], *operands: Any) -> float:
     """The largest difference of both, relative to the largest value; NaN if one is."""
     expected = others(*operands).float()
-    return float((attention.paged_attention(*operands).float() - expected).abs().max() / expected.abs().max())
+    return float(
+        (attention.paged_attention(*operands).float() - expected).abs().max() / expected.abs().max()
+    )

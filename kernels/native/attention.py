@@ -39,7 +39,13 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     is_short = native_function("attend", q.dtype, ARGUMENTS, ctypes.c_bool)(
         *(q.data_ptr(), q.stride(0), q.stride(1)),
         *(0, 0, 0, 0.0, 0, 0, 0),  # no rows to be normed, rotated and stored
-        *(kv.address, batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
+        *(
+            kv.address,
+            batch.block_table.data_ptr(),
+            batch.block_table.shape[1],
+            tasks.ctypes.data,
+            len(tasks),
+        ),
         *(heads, group, q.shape[2], scale, kv.window or 0, out.data_ptr()),
     )
     _expect_memory(is_short)
@@ -86,11 +92,19 @@ def attend(
 
     prepared: tuple[np.ndarray, Tensor] = batch.keep(key, prepare)  # shared by the layers of a step
     tasks, out = prepared
-    q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
+    q_norm, k_norm, eps = (
+        (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
+    )
     is_short = native_function("attend", qkv.dtype, ARGUMENTS, ctypes.c_bool)(
         *(qkv.data_ptr(), qkv.shape[1], head_dim),
         *(len(qkv), q_norm, k_norm, eps, cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
-        *(kv.address, batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
+        *(
+            kv.address,
+            batch.block_table.data_ptr(),
+            batch.block_table.shape[1],
+            tasks.ctypes.data,
+            len(tasks),
+        ),
         *(heads, num_heads // heads, head_dim, scale, kv.window or 0, out.data_ptr()),
     )
     _expect_memory(is_short)
@@ -99,7 +113,9 @@ def attend(
 
 def _expect_memory(is_short: bool) -> None:
     if is_short:
-        raise MemoryError("no memory left for attention; see memory.gib and memory.host_gib, which may be smaller")
+        raise MemoryError(
+            "no memory left for attention; see memory.gib and memory.host_gib, which may be smaller"
+        )
 
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:
@@ -107,10 +123,16 @@ def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarr
     batch.expect_lists()
     most = max(1, TASK_ROWS * num_kv_heads // num_heads)
     tasks, row = [], 0
-    for request, (rows, context) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):
+    for request, (rows, context) in enumerate(
+        zip(batch.query_lens, batch.context_lens_host, strict=True)
+    ):
         if context:
             first = context - rows + 1
-            tasks += [(request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)]
+            tasks += [
+                (request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)
+            ]
         row += rows
-    tasks.sort(key=lambda task: -task[2] * task[3])  # the most expensive first, so no thread ends with one
+    tasks.sort(
+        key=lambda task: -task[2] * task[3]
+    )  # the most expensive first, so no thread ends with one
     return np.array(tasks, dtype=np.int32).reshape(-1, 4)

@@ -114,10 +114,14 @@ def build(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
             _compile([*compiler, "-shared", *objects, "-o", str(built)])
             built.chmod(0o700)
             with built.open("rb") as file:
-                os.fsync(file.fileno())  # a name must never lead to half a library, even after a power cut
+                os.fsync(
+                    file.fileno()
+                )  # a name must never lead to half a library, even after a power cut
             built.replace(target)  # atomic: complete or absent
     except OSError as error:
-        raise NativeUnavailableError(f"{target} cannot be written: {error}; {OTHER_FOLDER}") from error
+        raise NativeUnavailableError(
+            f"{target} cannot be written: {error}; {OTHER_FOLDER}"
+        ) from error
     logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started_s)
 
 
@@ -140,7 +144,9 @@ def _alone_for(target: Path) -> Iterator[None]:
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            raise NativeUnavailableError(f"{target} cannot be written: {error}; {OTHER_FOLDER}") from error
+            raise NativeUnavailableError(
+                f"{target} cannot be written: {error}; {OTHER_FOLDER}"
+            ) from error
         yield
 
 
@@ -163,7 +169,9 @@ def compiler_command() -> list[str]:
         if command and (found := shutil.which(command[0])):
             return [found, *command[1:]]
     raise NativeUnavailableError(
-        f"CXX={named} is no program" if named else "there is no C++ compiler; install g++, or set CXX"
+        f"CXX={named} is no program"
+        if named
+        else "there is no C++ compiler; install g++, or set CXX"
     )
 
 
@@ -175,7 +183,11 @@ def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
         version.stdout.encode(),
         " ".join(flags).encode(),
         _cpu().encode(),
-        *(path.name.encode() + path.read_bytes() for end in ("cpp", "h") for path in sorted(SOURCES.glob(f"*.{end}"))),
+        *(
+            path.name.encode() + path.read_bytes()
+            for end in ("cpp", "h")
+            for path in sorted(SOURCES.glob(f"*.{end}"))
+        ),
     ):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:32]
@@ -201,7 +213,9 @@ def _cache_folder() -> Path:
     try:
         return cache_folder("kernels")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
-        raise NativeUnavailableError(f"no folder to keep them in: {error}; {OTHER_FOLDER}") from error
+        raise NativeUnavailableError(
+            f"no folder to keep them in: {error}; {OTHER_FOLDER}"
+        ) from error
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

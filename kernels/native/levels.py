@@ -30,7 +30,12 @@ class Level:
 
 
 LEVELS = (
-    Level("x86-64-v4-amx", "x86_64", BF16 | TILES, (*BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Level(
+        "x86-64-v4-amx",
+        "x86_64",
+        BF16 | TILES,
+        (*BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    ),
     Level("x86-64-v4-bf16", "x86_64", BF16, BF16_FLAGS),
     Level("x86-64-v4", "x86_64", AVX512, ("-march=x86-64-v4",)),
     Level("x86-64-v3", "x86_64", AVX2, ("-march=x86-64-v3",)),
@@ -46,7 +51,9 @@ def level_for(machine: str, features: Set[str]) -> Level | None:
         machine: As `platform.machine()` tells it.
         features: What it can do, in the words of /proc/cpuinfo.
     """
-    return next((level for level in LEVELS if level.machine == machine and level.features <= features), None)
+    return next(
+        (level for level in LEVELS if level.machine == machine and level.features <= features), None
+    )
 
 
 def usable_features(cpuinfo: str) -> frozenset[str]:
@@ -56,7 +63,9 @@ def usable_features(cpuinfo: str) -> frozenset[str]:
         cpuinfo: Content of /proc/cpuinfo.
     """
     lines = cpuinfo.splitlines()
-    features = frozenset(word for line in lines if line.startswith(("flags", "Features")) for word in line.split())
+    features = frozenset(
+        word for line in lines if line.startswith(("flags", "Features")) for word in line.split()
+    )
     return features if "amx_tile" not in features or _may_use_tiles() else features - TILES
 
 

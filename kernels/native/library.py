@@ -61,7 +61,9 @@ def find_library() -> ctypes.CDLL:
     try:
         return _load(prebuilt)
     except OSError as error:
-        raise NativeUnavailableError(f"{prebuilt} cannot be loaded: {error}; install Manylora again") from error
+        raise NativeUnavailableError(
+            f"{prebuilt} cannot be loaded: {error}; install Manylora again"
+        ) from error
 
 
 def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.CDLL:
@@ -77,11 +79,15 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
     target = compiled_library(flags, folder)
     try:
         if not is_private(target):  # code is loaded from there
-            raise NativeUnavailableError(f"{target} is another user's or can be written by others; {OTHER_FOLDER}")
+            raise NativeUnavailableError(
+                f"{target} is another user's or can be written by others; {OTHER_FOLDER}"
+            )
         return _load(target)
     except OSError as error:
         target.unlink(missing_ok=True)  # damaged, perhaps: the next start compiles it again
-        raise NativeUnavailableError(f"{target} cannot be loaded: {error}; {OTHER_FOLDER}, or CXX to a g++") from error
+        raise NativeUnavailableError(
+            f"{target} cannot be loaded: {error}; {OTHER_FOLDER}, or CXX to a g++"
+        ) from error
 
 
 def describe(library: ctypes.CDLL) -> str:
@@ -100,9 +106,13 @@ def _load(path: Path) -> ctypes.CDLL:
 def _share_openmp() -> None:
     """Let libraries that are loaded from now on find the symbols of the OpenMP runtime that torch uses."""
     try:
-        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # looks in what torch is linked with, too
+        function = ctypes.CDLL(
+            torch._C.__file__
+        ).GOMP_parallel  # looks in what torch is linked with, too
     except AttributeError as error:
-        raise NativeUnavailableError("torch is built without an OpenMP runtime that g++'s code can use") from error
+        raise NativeUnavailableError(
+            "torch is built without an OpenMP runtime that g++'s code can use"
+        ) from error
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(word, 16) for word in line.split()[0].split("-"))
@@ -126,11 +136,15 @@ def native_function(
         ValueError: There is none for this dtype.
     """
     if dtype not in NATIVE_DTYPES:
-        raise ValueError(f"CPU kernels: expected one of {', '.join(map(str, NATIVE_DTYPES))}, got {dtype}")
+        raise ValueError(
+            f"CPU kernels: expected one of {', '.join(map(str, NATIVE_DTYPES))}, got {dtype}"
+        )
     library = native_library()
     if library is None:
         raise NativeUnavailableError("there are no CPU kernels in C++ for this machine")
     function: ctypes._NamedFuncPointer = getattr(library, f"{name}_{NATIVE_DTYPES[dtype]}")
     function.restype = result
-    function.argtypes = [ctypes.c_int64 if letter == "i" else ctypes.c_float for letter in arguments]
+    function.argtypes = [
+        ctypes.c_int64 if letter == "i" else ctypes.c_float for letter in arguments
+    ]
     return function

@@ -15,7 +15,15 @@ from manylora.kernels.weight_format import GROUP, INT4_PANEL, INT8_INPUTS, INT8_
 class QuantisedLinear:
     """See `manylora.kernels.plain.quantised.quantised_linear`. Keeps a copy of the weight in panels."""
 
-    __slots__ = ("_bias", "_name", "_panels", "_row_bytes", "_scales", "in_features", "out_features")
+    __slots__ = (
+        "_bias",
+        "_name",
+        "_panels",
+        "_row_bytes",
+        "_scales",
+        "in_features",
+        "out_features",
+    )
     parts = 1
     """Rows of codes of a row of x."""
 
@@ -41,14 +49,23 @@ class QuantisedLinear:
         if x.dtype not in NATIVE_DTYPES:
             return self(x.float()).to(x.dtype if self.parts == 1 else torch.float32)
         expect("x", x, (None, self.in_features))
-        expect_that("x", x.stride(1) == 1 or x.shape[1] == 1, "rows of consecutive elements", x.stride())
+        expect_that(
+            "x", x.stride(1) == 1 or x.shape[1] == 1, "rows of consecutive elements", x.stride()
+        )
         rows = x.shape[0]
-        y = torch.empty((rows, self.out_features), dtype=x.dtype if self.parts == 1 else torch.float32)
+        y = torch.empty(
+            (rows, self.out_features), dtype=x.dtype if self.parts == 1 else torch.float32
+        )
         # Codes of x, with their sums and scales, and what AMX reads of the 16 rows that the last ones belong to.
         codes = torch.empty((rows * self.parts + 15) * self._row_bytes, dtype=torch.uint8)
         native_function(self._name, x.dtype, "iiiiiiiiii")(
             *(x.data_ptr(), x.stride(0), rows, self.in_features),
-            *(self._panels.data_ptr(), self._scales.data_ptr(), self._bias.data_ptr(), self.out_features),
+            *(
+                self._panels.data_ptr(),
+                self._scales.data_ptr(),
+                self._bias.data_ptr(),
+                self.out_features,
+            ),
             *(y.data_ptr(), codes.data_ptr()),
         )
         return y
@@ -69,13 +86,25 @@ def _int8_panels(weight: Int8Weight) -> Tensor:
     """Codes plus 128, [panels, units, INT8_PANEL, UNIT], uint8."""
     rows, columns = weight.codes.shape
     codes = pad(weight.codes, (0, -columns % INT8_INPUTS, 0, -rows % INT8_PANEL)).view(torch.uint8)
-    panels: Tensor = codes.unflatten(1, (-1, UNIT)).unflatten(0, (-1, INT8_PANEL)).transpose(1, 2).contiguous()
+    panels: Tensor = (
+        codes.unflatten(1, (-1, UNIT)).unflatten(0, (-1, INT8_PANEL)).transpose(1, 2).contiguous()
+    )
     return panels.bitwise_xor_(128)
 
 
 def _int4_panels(weight: Int4Weight) -> Tensor:
     """Per panel and group: codes, [GROUP / UNIT / 2, INT4_PANEL, UNIT], then scales in bfloat16; uint8."""
     padding = (0, 0, 0, -weight.codes.shape[0] % INT4_PANEL)
-    codes = pad(weight.codes, padding).unflatten(1, (-1, GROUP // UNIT // 2, UNIT)).unflatten(0, (-1, INT4_PANEL))
-    scales = pad(weight.scales, padding).unflatten(0, (-1, INT4_PANEL)).transpose(1, 2).contiguous().view(torch.uint8)
+    codes = (
+        pad(weight.codes, padding)
+        .unflatten(1, (-1, GROUP // UNIT // 2, UNIT))
+        .unflatten(0, (-1, INT4_PANEL))
+    )
+    scales = (
+        pad(weight.scales, padding)
+        .unflatten(0, (-1, INT4_PANEL))
+        .transpose(1, 2)
+        .contiguous()
+        .view(torch.uint8)
+    )
     return torch.cat((codes.permute(0, 2, 3, 1, 4).flatten(2), scales), 2)

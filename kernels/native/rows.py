@@ -15,12 +15,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, heads, size = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
     out = torch.empty(x.shape, dtype=x.dtype)
     native_function("rms_norm", x.dtype, "iiiiiiifi")(
-        x.data_ptr(), rows, x.stride(0), heads, x.stride(1), size, weight.data_ptr(), eps, out.data_ptr()
+        x.data_ptr(),
+        rows,
+        x.stride(0),
+        heads,
+        x.stride(1),
+        size,
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
     )
     return out
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See `manylora.kernels.plain.rows.fused_add_rms_norm`."""
     check_add_norm(x, residual, weight)
     rows, size = x.shape
@@ -37,5 +47,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-    native_function("silu_and_mul", gate_up.dtype, "iiii")(gate_up.data_ptr(), rows, width // 2, out.data_ptr())
+    native_function("silu_and_mul", gate_up.dtype, "iiii")(
+        gate_up.data_ptr(), rows, width // 2, out.data_ptr()
+    )
     return out

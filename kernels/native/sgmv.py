@@ -29,11 +29,26 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """
     arena_elements, tables, tiles, site, layer = operands
     # Cheaper to look up than what `check_operands` knows, for a step is cold code.
-    key = (site, x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, id(arena_elements), id(tables))
+    key = (
+        site,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        y.shape,
+        y.stride(),
+        y.dtype,
+        id(arena_elements),
+        id(tables),
+    )
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     if key not in tiles.checked or not 0 <= layer < num_layers:
         check_operands(x, operands, y)
-        expect_that("offsets", groups * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape)
+        expect_that(
+            "offsets",
+            groups * GROUP_ROWS <= MAX_RANK,
+            f"ranks up to {MAX_RANK}",
+            tables.offsets.shape,
+        )
         tiles.checked[key] = arena_elements, tables
     num_slices = len(site.modules)
     bridge_width = num_slices * -(-groups * GROUP_ROWS // TILE_RANK) * TILE_RANK

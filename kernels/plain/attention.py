@@ -117,7 +117,9 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     out = q.new_zeros(q.shape)  # rows of no request stay zero
     heads, head_dim = kv.k.shape[1], q.shape[2]
     # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
-    rows = [pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (kv.k, kv.v)]
+    rows = [
+        pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (kv.k, kv.v)
+    ]
     scales = [each.as_strided((plan.num_scales,), (1,)) for each in kv.scales or ()]
 
     def gather(places: Places) -> list[Tensor]:
@@ -128,7 +130,10 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
         ]
         if places.scales is None:
             return found
-        return [dequantise(each, of_all[places.scales], q.dtype) for each, of_all in zip(found, scales, strict=True)]
+        return [
+            dequantise(each, of_all[places.scales], q.dtype)
+            for each, of_all in zip(found, scales, strict=True)
+        ]
 
     for bucket in plan.buckets:
         k, v = gather(bucket.places)
@@ -146,13 +151,21 @@ def plan_key(q: Tensor, kv: KvLayer) -> tuple[object, ...]:
 
 
 def _attend_items(
-    q: Tensor, keys: Tensor, values: Tensor, bucket: ItemBucket, heads: int, scale: float, out: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bucket: ItemBucket,
+    heads: int,
+    scale: float,
+    out: Tensor,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
     count, length, group = bucket.count, bucket.length, num_heads // heads
     queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
     k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
-    scores = _scores(queries.reshape(count * heads, group, head_dim), k, scale)  # [n * Hkv, group, L]
+    scores = _scores(
+        queries.reshape(count * heads, group, head_dim), k, scale
+    )  # [n * Hkv, group, L]
     if bucket.mask is not None:
         scores += bucket.mask
     result = _weighted(scores, v).view(count, num_heads, head_dim)
@@ -163,7 +176,13 @@ def _attend_items(
 
 
 def _attend_chunk(
-    q: Tensor, keys: Tensor, values: Tensor, block: QueryBlock, heads: int, scale: float, out: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block: QueryBlock,
+    heads: int,
+    scale: float,
+    out: Tensor,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
     group = num_heads // heads
@@ -172,7 +191,9 @@ def _attend_chunk(
     k, v = keys[:, block.keys], values[:, block.keys]  # [Hkv, L, D]
     scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale)
     # [Hkv, rows, group, m] against [rows, 1, m]
-    scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += block.mask.unsqueeze(1)
+    scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += (
+        block.mask.unsqueeze(1)
+    )
     result = _weighted(scores, v).view(heads, count, group, head_dim)
     out[block.rows].view(count, heads, group, head_dim).copy_(result.transpose(0, 1))
 
@@ -204,7 +225,12 @@ def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
     batch.expect_lists()
     head_dim, window = q.shape[2], kv.window
     strides = kv.strides[:3]
-    expect_that("k_pages", all(s % head_dim == 0 for s in strides), f"strides in multiples of {head_dim}", strides)
+    expect_that(
+        "k_pages",
+        all(s % head_dim == 0 for s in strides),
+        f"strides in multiples of {head_dim}",
+        strides,
+    )
     steps = tuple(stride // head_dim for stride in strides)
     scale_steps = None if kv.scales is None else kv.scales[0].stride()
     heads = kv.k.shape[1]
@@ -213,14 +239,23 @@ def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
     def find(requests: np.ndarray, positions: np.ndarray) -> Places:
         return Places(
             torch.from_numpy(_places(batch, requests, positions, heads, steps)),
-            None if scale_steps is None else torch.from_numpy(_places(batch, requests, positions, heads, scale_steps)),
+            None
+            if scale_steps is None
+            else torch.from_numpy(_places(batch, requests, positions, heads, scale_steps)),
         )
 
     buckets = tuple(
-        _bucket(batch, members, heads, find, window, q.dtype) for members in _group(batch, window, bucket_tokens)
+        _bucket(batch, members, heads, find, window, q.dtype)
+        for members in _group(batch, window, bucket_tokens)
     )
     chunks = tuple(_chunk(chunk, find, window, q.dtype) for chunk in batch.chunks)
-    largest = max([0, *(len(bucket.places.rows) for bucket in buckets), *(len(places.rows) for places, _ in chunks)])
+    largest = max(
+        [
+            0,
+            *(len(bucket.places.rows) for bucket in buckets),
+            *(len(places.rows) for places, _ in chunks),
+        ]
+    )
     return GatherPlan(
         buckets=buckets,
         chunks=chunks,
@@ -295,7 +330,9 @@ def _chunk(
     return find(np.full((1, 1), chunk.request), positions[None]), blocks
 
 
-def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None, dtype: torch.dtype) -> QueryBlock:
+def _query_block(
+    chunk: PromptChunk, first: int, start: int, window: int | None, dtype: torch.dtype
+) -> QueryBlock:
     """Rows from `first` on of a chunk whose gathered keys begin at position `start`."""
     stop = min(first + QUERY_ROWS, chunk.query_len)
     queries = np.arange(first, stop) + chunk.context_len - chunk.query_len
@@ -317,7 +354,9 @@ def _added(hidden: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
 
 
-def _places(batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: Steps) -> np.ndarray:
+def _places(
+    batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: Steps
+) -> np.ndarray:
     """Places in a layer of [n, L] positions and all heads, for these steps: [n * Hkv * L], int64."""
     page_step, head_step, token_step = steps
     pages = batch.block_table.numpy()[requests, positions // batch.page_tokens].astype(np.int64)

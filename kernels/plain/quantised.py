@@ -28,7 +28,9 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     magnitudes = x.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
     magnitudes = magnitudes.where(magnitudes.isfinite(), torch.nan)
-    inverses = torch.full_like(magnitudes, 127) / magnitudes  # torch makes 127 / x two operations, rounded twice
+    inverses = (
+        torch.full_like(magnitudes, 127) / magnitudes
+    )  # torch makes 127 / x two operations, rounded twice
     return (x * inverses).round_().nan_to_num_(0).to(torch.int8), magnitudes / 127
 
 
@@ -78,7 +80,10 @@ def _product(codes: Tensor, others: Tensor) -> Tensor:
 @functools.cache
 def has_exact_int_mm() -> bool:
     """Find out whether torch multiplies int8 exactly here: without VNNI, oneDNN cuts sums of two products at 32,767."""
-    codes, others = torch.full((2, 64), 127, dtype=torch.int8), torch.full((64, 2), -128, dtype=torch.int8)
+    codes, others = (
+        torch.full((2, 64), 127, dtype=torch.int8),
+        torch.full((64, 2), -128, dtype=torch.int8),
+    )
     return bool((torch._int_mm(codes, others) == 64 * 127 * -128).all())
 
 

@@ -59,7 +59,9 @@ def check_indices(name: str, indices: Tensor, count: int | None, device: torch.d
         ValueError: Its shape, dtype, device or stride does not fit.
     """
     expect(name, indices, (count,), None, device)
-    expect_that(name, indices.dtype in (torch.int32, torch.int64), "dtype int32 or int64", indices.dtype)
+    expect_that(
+        name, indices.dtype in (torch.int32, torch.int64), "dtype int32 or int64", indices.dtype
+    )
     expect_that(name, indices.is_contiguous(), "consecutive elements", indices.stride())
 
 
@@ -88,7 +90,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.mul_(weight).to(x.dtype)
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Add the residual stream, then normalise.
 
     Semantics:

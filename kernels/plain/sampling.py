@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from manylora.kernels.checks import expect, expect_that
-from manylora.kernels.sampling import MAX_LOGIT, NON_FINITE, NOTHING_LEFT, NUM_COLUMNS, SamplingColumns
+from manylora.kernels.sampling import (
+    MAX_LOGIT,
+    NON_FINITE,
+    NOTHING_LEFT,
+    NUM_COLUMNS,
+    SamplingColumns,
+)
 
 BLOCK = 128
 """Tokens per block."""
@@ -76,7 +82,9 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
         ValueError: A shape, dtype or device does not fit.
     """
     check_operands(logits, columns, out)
-    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device) if out is None else out
+    tokens = (
+        torch.empty(len(logits), dtype=torch.int32, device=logits.device) if out is None else out
+    )
     # torch.argmax walks a row one element at a time; maxima of blocks are vectorised.
     values, maxima = _blocks(logits)
     top, block = maxima.amax(-1), maxima.argmax(-1)
@@ -124,7 +132,9 @@ def check_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     expect_that("bits", bits.is_contiguous(), "contiguous elements", bits.stride())
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the unfiltered distribution.
 
     Args:
@@ -179,7 +189,9 @@ def _blocks(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, values.amax(-1)
 
 
-def _draw(row: BlockedRow, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+def _draw(
+    row: BlockedRow, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
     ids: Tensor | None
     if 0 < top_k < row.values.numel():
         ids, values = row.reaching(row.kth_largest(top_k))
@@ -224,7 +236,9 @@ def _bound_by_bits(p: Tensor, target: Tensor) -> Tensor:
     # Positive floats sort as their bits do: a histogram over the high bits finds the bin where the mass is reached, and
     # only that bin is sorted.
     bins = p.view(torch.int32) >> COARSE_SHIFT
-    mass = torch.bincount(bins, weights=p).flip(0).cumsum(0)  # from the most likely bin down, float64
+    mass = (
+        torch.bincount(bins, weights=p).flip(0).cumsum(0)
+    )  # from the most likely bin down, float64
     place = torch.searchsorted(mass, target.double().reshape(1)).clamp_(max=len(mass) - 1)
     above = mass[place - 1] if int(place) > 0 else torch.zeros(1, dtype=torch.float64)
     inside = p[bins == len(mass) - 1 - place].sort(descending=True).values
@@ -248,7 +262,9 @@ def _inverse_cdf(p: Tensor, uniform: float) -> int:
 def _first_above(cumulative: Tensor, target: Tensor) -> int:
     # Rounding may put the target at the very end; just below it the last place with any weight is found.
     below_end = torch.nextafter(cumulative[-1], cumulative.new_zeros(()))
-    return int(torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True))
+    return int(
+        torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True)
+    )
 
 
 def check_operands(logits: Tensor, columns: SamplingColumns, out: Tensor | None) -> None:
@@ -260,6 +276,8 @@ def check_operands(logits: Tensor, columns: SamplingColumns, out: Tensor | None)
     expect("logits", logits, (None, None), torch.float32)
     expect_that("logits", logits.shape[1] > 0, "a vocabulary", logits.shape)
     expect("columns", columns.words, (NUM_COLUMNS, len(logits)), torch.int32, logits.device)
-    expect_that("columns", columns.words.is_contiguous(), "contiguous elements", columns.words.stride())
+    expect_that(
+        "columns", columns.words.is_contiguous(), "contiguous elements", columns.words.stride()
+    )
     if out is not None:
         expect("out", out, logits.shape[:1], torch.int32, logits.device)

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, Tiles, check_operands, row_pitch_units
+from manylora.kernels.sgmv import (
+    GROUP_ROWS,
+    UNIT_BYTES,
+    SgmvOperands,
+    Tiles,
+    check_operands,
+    row_pitch_units,
+)
 
 
 def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
@@ -44,13 +51,17 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
             continue
         scalings = tables.scalings[slot, layer, span].tolist()
         offsets = tables.offsets[slot, layer, span]  # [slices, 2, max_rank / 8]
-        a_starts = torch.cat([_row_starts(o[0], r, site.in_features, x) for o, r in zip(offsets, ranks, strict=True)])
+        a_starts = torch.cat(
+            [_row_starts(o[0], r, site.in_features, x) for o, r in zip(offsets, ranks, strict=True)]
+        )
         lora_a = _gather(arena_elements, a_starts, site.in_features)  # [sum of ranks, in]
         hidden = x[start:end] @ lora_a.T  # [rows, sum of ranks]
         column = plane = 0
         for index, (rank, width) in enumerate(zip(ranks, site.widths, strict=True)):
             if rank:
-                lora_bt = _gather(arena_elements, _row_starts(offsets[index, 1], rank, width, x), width)
+                lora_bt = _gather(
+                    arena_elements, _row_starts(offsets[index, 1], rank, width, x), width
+                )
                 block = y[start:end, column : column + width]
                 block.addmm_(hidden[:, plane : plane + rank], lora_bt, alpha=scalings[index])
             column += width

@@ -24,7 +24,8 @@ from manylora.kernels.triton.sgmv import add_delta, delta_operands, num_warps, t
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping", "tiles"]
+    do_not_specialize=["layer", "num_tokens"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", "tiles"],
 )
 def heads_kernel(
     qkv,
@@ -90,7 +91,9 @@ def heads_kernel(
         first = tl.where(is_v, first, (a * scale[:, None] * weight).to(first.dtype))
         weight = _weight(q_norm + HALF, k_norm + HALF, i, is_q, live_i)
         second = tl.where(is_v, second, (b * scale[:, None] * weight).to(second.dtype))
-    angle = tl.load(positions + rows, mask=live_m, other=0).to(tl.int64)[:, None] * HALF + i[None, :]
+    angle = (
+        tl.load(positions + rows, mask=live_m, other=0).to(tl.int64)[:, None] * HALF + i[None, :]
+    )
     c = tl.load(cos + angle, mask=live, other=0.0)
     s = tl.load(sin + angle, mask=live, other=0.0)
     a = first.to(tl.float32)
@@ -145,7 +148,9 @@ def _weight(q_norm, k_norm, i, is_q, live_i):
 def _codes(x, scale, LARGEST: tl.constexpr):
     steps = tl.where(scale > 0.0, tl.div_rn(x, scale), 0.0)
     steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
-    rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction, and is rounded to even
+    rounded = (
+        steps + 12582912.0
+    ) - 12582912.0  # 1.5 * 2^23: the sum has no fraction, and is rounded to even
     return rounded.to(tl.int8)
 
 
@@ -183,7 +188,13 @@ def attend(
         angles = (rotation.positions, rotation.cos, rotation.sin)
         heads_kernel[(num_tiles, q.shape[1] + 2 * k.shape[1])](
             *(qkv, *weights, *angles, *kv.tensors, slot_mapping, *operands, eps, *kv.strides),
-            **{**constants, "Q_HEADS": q.shape[1], "KV_HEADS": k.shape[1], "D": head_dim, "LARGEST": float(LARGEST)},
+            **{
+                **constants,
+                "Q_HEADS": q.shape[1],
+                "KV_HEADS": k.shape[1],
+                "D": head_dim,
+                "LARGEST": float(LARGEST),
+            },
             BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
             PAGE_TOKENS=kv.k.shape[2],
             num_warps=num_warps(constants),

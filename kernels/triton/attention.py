@@ -21,7 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.attention_batch import MAX_SPLITS, PARTIAL_PAD, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
+from manylora.kernels.attention_batch import (
+    MAX_SPLITS,
+    PARTIAL_PAD,
+    SPLIT_TOKENS,
+    AttentionBatch,
+    chunk_tile_rows,
+)
 from manylora.kernels.kv_layer import KvLayer
 from manylora.kernels.plain.attention import check_operands
 from manylora.kernels.triton.attention_blocks import attend, load, shrunk
@@ -71,12 +77,18 @@ def _merged(
     for start in range(0, count, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
         live = (s < count)[:, None] & (g < GROUP)[None, :]
-        place = partials + (((first + s).to(tl.int64) * HEADS + kv_head) * GROUP)[:, None] * PITCH + g[None, :] * PITCH
+        place = (
+            partials
+            + (((first + s).to(tl.int64) * HEADS + kv_head) * GROUP)[:, None] * PITCH
+            + g[None, :] * PITCH
+        )
         # From the cache that all programs share: others wrote them.
         tops = tl.load(place + D, mask=live, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(place + D + 1, mask=live, other=0.0, cache_modifier=".cg")
         live_values = live[:, :, None] & (d < D)[None, None, :]
-        values = tl.load(place[:, :, None] + d[None, None, :], mask=live_values, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            place[:, :, None] + d[None, None, :], mask=live_values, other=0.0, cache_modifier=".cg"
+        )
         new_top = tl.maximum(top, tl.max(tops, axis=0))
         shrink, base = shrunk(top, new_top)
         weights = tl.exp2(tops - base[None, :])
@@ -165,10 +177,39 @@ def item_kernel(
         k_head, v_head = k_pages + kv_head * head_stride, v_pages + kv_head * head_stride
         k_scale, v_scale = k_scales, v_scales
         if k_scales is not None:
-            k_scale, v_scale = k_scales + kv_head * scale_head_stride, v_scales + kv_head * scale_head_stride
+            k_scale, v_scale = (
+                k_scales + kv_head * scale_head_stride,
+                v_scales + kv_head * scale_head_stride,
+            )
         top, total, acc = attend(
-            *(query, top, total, acc, k_head, v_head, k_scale, v_scale, table, begin, end, length, position, factor),
-            *(page_stride, token_stride, scale_page_stride, D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, True, INTERPRET),
+            *(
+                query,
+                top,
+                total,
+                acc,
+                k_head,
+                v_head,
+                k_scale,
+                v_scale,
+                table,
+                begin,
+                end,
+                length,
+                position,
+                factor,
+            ),
+            *(
+                page_stride,
+                token_stride,
+                scale_page_stride,
+                D,
+                BLOCK_D,
+                PAGE_TOKENS,
+                BLOCK_N,
+                0,
+                True,
+                INTERPRET,
+            ),
         )
         if count == 1:
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -183,13 +224,23 @@ def item_kernel(
             counter = counters + item * HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.store(counter, 0)
-                merged = _merged(partials, first, count, kv_head, HEADS, GROUP, ALL_G, D, BLOCK_D, PITCH, BLOCK_S)
+                merged = _merged(
+                    partials, first, count, kv_head, HEADS, GROUP, ALL_G, D, BLOCK_D, PITCH, BLOCK_S
+                )
                 all_g = tl.arange(0, ALL_G)
-                target = out + row * out_row + (kv_head * GROUP + all_g)[:, None] * out_head + d[None, :]
-                tl.store(target, merged.to(out.dtype.element_ty), mask=(all_g < GROUP)[:, None] & (d < D)[None, :])
+                target = (
+                    out + row * out_row + (kv_head * GROUP + all_g)[:, None] * out_head + d[None, :]
+                )
+                tl.store(
+                    target,
+                    merged.to(out.dtype.element_ty),
+                    mask=(all_g < GROUP)[:, None] & (d < D)[None, :],
+                )
 
 
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["block_table", "tiles"])
+@triton.jit(
+    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["block_table", "tiles"]
+)
 def chunk_kernel(
     q,
     k_pages,
@@ -254,17 +305,62 @@ def chunk_kernel(
         full = tl.maximum(last - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, full)
         top, total, acc = attend(
-            *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, begin, full, last, position, factor),
+            *(
+                query,
+                top,
+                total,
+                acc,
+                k_pages,
+                v_pages,
+                k_scales,
+                v_scales,
+                table,
+                begin,
+                full,
+                last,
+                position,
+                factor,
+            ),
             *(page_stride, token_stride, scale_page_stride),
             *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
         )
     top, total, acc = attend(
-        *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, full, diagonal, last, position, factor),
+        *(
+            query,
+            top,
+            total,
+            acc,
+            k_pages,
+            v_pages,
+            k_scales,
+            v_scales,
+            table,
+            full,
+            diagonal,
+            last,
+            position,
+            factor,
+        ),
         *(page_stride, token_stride, scale_page_stride),
         *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, False, INTERPRET),
     )
     top, total, acc = attend(
-        *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, diagonal, last, last, position, factor),
+        *(
+            query,
+            top,
+            total,
+            acc,
+            k_pages,
+            v_pages,
+            k_scales,
+            v_scales,
+            table,
+            diagonal,
+            last,
+            last,
+            position,
+            factor,
+        ),
         *(page_stride, token_stride, scale_page_stride),
         *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
     )
@@ -286,7 +382,9 @@ def item_sizes(
     Five stages load the pages of a block two blocks ahead, and its keys and values one block ahead.
     """
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-    all_g = max(triton.next_power_of_2(group), 256 // block_d)  # each of 128 threads stores two numbers at least
+    all_g = max(
+        triton.next_power_of_2(group), 256 // block_d
+    )  # each of 128 threads stores two numbers at least
     return {
         "HEADS": num_kv_heads,
         "GROUP": group,
@@ -302,14 +400,22 @@ def item_sizes(
         "PITCH": head_dim + PARTIAL_PAD,
         "num_warps": 4,
         "num_stages": 5,
-        **({"maxnreg": 240} if (dtype, kv_dtype) == SPILLING and architecture() in BLACKWELL else {}),
+        **(
+            {"maxnreg": 240}
+            if (dtype, kv_dtype) == SPILLING and architecture() in BLACKWELL
+            else {}
+        ),
     }
 
 
 @functools.cache
-def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
+def chunk_sizes(
+    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> dict[str, int]:
     """The constants of `chunk_kernel` that shapes and dtypes decide, with its warps and stages."""
-    rows = 16 if dtype == torch.float32 else 128 if head_dim <= 128 else 64  # float32: no tensor cores
+    rows = (
+        16 if dtype == torch.float32 else 128 if head_dim <= 128 else 64
+    )  # float32: no tensor cores
     block_m = max(rows, triton.next_power_of_2(group))
     return {
         "PARTS": triton.cdiv(chunk_tile_rows(group), block_m // group),
@@ -318,7 +424,9 @@ def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         # Registers limit it.
-        "BLOCK_N": 16 if kv_dtype == torch.int8 and (head_dim > 128 or architecture() not in WARP_GROUPS) else 32,
+        "BLOCK_N": 16
+        if kv_dtype == torch.int8 and (head_dim > 128 or architecture() not in WARP_GROUPS)
+        else 32,
         "num_warps": 8,
         "num_stages": 5,
     }
@@ -340,20 +448,29 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     out = q.new_empty(q.shape) if batch.num_rows == q.shape[0] else q.new_zeros(q.shape)
     tensors = (q, *kv.tensors, out)
     numbers = (scale * math.log2(math.e), *q.stride()[:2], *out.stride()[:2], *kv.strides)
-    shared = {"PAGE_TOKENS": batch.page_tokens, "WINDOW": window, "INTERPRET": INTERPRET, "enable_fp_fusion": False}
+    shared = {
+        "PAGE_TOKENS": batch.page_tokens,
+        "WINDOW": window,
+        "INTERPRET": INTERPRET,
+        "enable_fp_fusion": False,
+    }
     if num_items := len(rows.item_rows):
         shape = (rows.num_partials, q.shape[1], head_dim + PARTIAL_PAD)
         partials = torch.empty(shape, dtype=torch.float32, device=q.device)
         items = (rows.item_rows, rows.item_tables, rows.item_lens, rows.work[window], num_items)
         item_kernel[(_num_programs(q.device),)](
             *(*tensors, partials, rows.counters(num_kv_heads), rows.block_table, *items, *numbers),
-            **_planned("items", item_sizes(q.shape[1], num_kv_heads, head_dim, q.dtype, kept), kept),
+            **_planned(
+                "items", item_sizes(q.shape[1], num_kv_heads, head_dim, q.dtype, kept), kept
+            ),
             **shared,
         )
     if num_tiles := rows.tiles.shape[1]:
         sizes = chunk_sizes(group, head_dim, torch.bfloat16 if INTERPRET else q.dtype, kept)
         chunk_kernel[(num_kv_heads * sizes["PARTS"], num_tiles)](
-            *(*tensors, rows.block_table, rows.tiles, num_tiles, *numbers), **_planned("chunks", sizes, kept), **shared
+            *(*tensors, rows.block_table, rows.tiles, num_tiles, *numbers),
+            **_planned("chunks", sizes, kept),
+            **shared,
         )
     return out
 
@@ -364,7 +481,10 @@ def _planned(kernel: str, sizes: dict[str, int], kv_dtype: torch.dtype) -> dict[
         return {**sizes, "BLOCK_N": 64}  # the interpreter is fastest with few large blocks
     if sizes["BLOCK_D"] > 128 or kv_dtype.itemsize != 2:
         return sizes
-    return {**sizes, **plan(kernel, **{name: sizes[name] for name in ("BLOCK_N", "num_stages", "num_warps")})}
+    return {
+        **sizes,
+        **plan(kernel, **{name: sizes[name] for name in ("BLOCK_N", "num_stages", "num_warps")}),
+    }
 
 
 @functools.cache

@@ -70,8 +70,12 @@ def attend(
         page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
         token = (n % PAGE_TOKENS).to(tl.int64)
         tokens = page * page_stride + token * token_stride
-        k = load(k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET)
-        v = load(v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET)
+        k = load(
+            k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET
+        )
+        v = load(
+            v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET
+        )
         factors = factor
         if k_scales is not None:
             place = page * scale_page_stride + token

@@ -86,6 +86,10 @@ def _variant(names: list[str], compiled: dict[str, Any]) -> str:
     """What a variant was compiled for: its constants, and which arguments are known to divide by 16."""
     constants = [f"{names[place[0]]}={value}" for place, value in compiled["constants"].items()]
     attributes: dict[tuple[int, ...], Any] = compiled["configs"][0]
-    aligned = [names[place[0]] for place, found in attributes.items() if ["tt.divisibility", 16] in found]
+    aligned = [
+        names[place[0]] for place, found in attributes.items() if ["tt.divisibility", 16] in found
+    ]
     options = [f"{option}={compiled[option]}" for option in ("num_warps", "num_stages")]
-    return "; ".join((", ".join((*constants, *options)), f"dividing by 16: {', '.join(aligned) or 'none'}"))
+    return "; ".join(
+        (", ".join((*constants, *options)), f"dividing by 16: {', '.join(aligned) or 'none'}")
+    )

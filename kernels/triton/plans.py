@@ -37,7 +37,9 @@ def plan(kernel: str, **constants: int) -> dict[str, int]:
     better = _trials.get(kernel) or measured(architecture()).get(kernel, {})
     if better.keys() - constants.keys():
         unknown = sorted(set(better) - set(constants))
-        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {unknown}")
+        raise ValueError(
+            f"plan of {kernel}: expected constants of {sorted(constants)}, got {unknown}"
+        )
     asked[kernel] = {**constants, **better}
     return dict(asked[kernel])
 

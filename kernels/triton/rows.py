@@ -24,7 +24,9 @@ MAX_NORM_ROWS = 16
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "sampled"])
-def embed_kernel(tokens, sampled, table, out, table_row: tl.int64, N: tl.constexpr, BLOCK: tl.constexpr):
+def embed_kernel(
+    tokens, sampled, table, out, table_row: tl.int64, N: tl.constexpr, BLOCK: tl.constexpr
+):
     """`out[row] = table[token of the row]`. Grid: (rows, cdiv(N, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int64)
@@ -41,7 +43,9 @@ def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
     out = table.new_empty((len(tokens), table.shape[1]))
     if out.numel():
         grid = (len(tokens), triton.cdiv(table.shape[1], ROW_BLOCK))
-        embed_kernel[grid](tokens, sampled, table, out, table.stride(0), N=table.shape[1], BLOCK=ROW_BLOCK)
+        embed_kernel[grid](
+            tokens, sampled, table, out, table.stride(0), N=table.shape[1], BLOCK=ROW_BLOCK
+        )
     return out
 
 
@@ -177,7 +181,13 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
         heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
         tensors = (x, x if residual is None else residual, weight, out, new_residual)
         rms_norm_kernel[(x.shape[0] * heads,)](
-            *tensors, heads, x.stride(0), head_stride, eps, ADD=residual is not None, **_norm_sizes(x.shape[-1])
+            *tensors,
+            heads,
+            x.stride(0),
+            head_stride,
+            eps,
+            ADD=residual is not None,
+            **_norm_sizes(x.shape[-1]),
         )
     return out, new_residual
 
@@ -223,6 +233,12 @@ def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None = None) -> Tensor:
     if out.numel():
         silu_and_mul_kernel[(num_tiles, triton.cdiv(width, COLUMN_BLOCK))](
             *(gate_up, out, *operands),
-            **{**constants, "N": width, "BN": COLUMN_BLOCK, "num_warps": SILU_WARPS, "num_stages": 2},
+            **{
+                **constants,
+                "N": width,
+                "BN": COLUMN_BLOCK,
+                "num_warps": SILU_WARPS,
+                "num_stages": 2,
+            },
         )
     return out

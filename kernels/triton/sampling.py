@@ -112,7 +112,9 @@ def _fixed(z, top, bound):
 
 
 @triton.jit(do_not_specialize_on_alignment=ANYWHERE)
-def stats_kernel(logits, sampled, state, counters, partials, V, stride: tl.int64, CHUNKS: tl.constexpr):
+def stats_kernel(
+    logits, sampled, state, counters, partials, V, stride: tl.int64, CHUNKS: tl.constexpr
+):
     """Largest and least logit of a row, and the code or the likeliest token. Grid of all: (B, chunks of V)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -130,7 +132,9 @@ def stats_kernel(logits, sampled, state, counters, partials, V, stride: tl.int64
         parts, is_part = partials + (row * tl.num_programs(1) + c) * EDGES, c < tl.num_programs(1)
         maxima = tl.load(parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         minima = tl.load(parts + 1, mask=is_part, other=float("inf"), cache_modifier=".cg")
-        places = tl.load(parts + 2, mask=is_part, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
+        places = tl.load(parts + 2, mask=is_part, other=0.0, cache_modifier=".cg").to(
+            tl.int32, bitcast=True
+        )
         is_nan = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
         maxima = tl.where(maxima == maxima, maxima, float("-inf"))
         best = tl.max(maxima, axis=0)
@@ -144,7 +148,16 @@ def stats_kernel(logits, sampled, state, counters, partials, V, stride: tl.int64
 
 @triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def edges_kernel(
-    logits, words, sampled, state, counters, partials, V, stride: tl.int64, MASS: tl.constexpr, CHUNKS: tl.constexpr
+    logits,
+    words,
+    sampled,
+    state,
+    counters,
+    partials,
+    V,
+    stride: tl.int64,
+    MASS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """Find two neighbouring edges around a bound, and the number or mass of the tokens above both."""
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -154,7 +167,9 @@ def edges_kernel(
         top, kept = tl.load(at) / temperature, tl.load(at + 6)
         least = tl.maximum(tl.load(at + 1) / temperature, top - RANGE)
         e = tl.arange(0, EDGES)
-        edges = tl.where(e < EDGES - 1, tl.maximum(top - (top - least) / EDGES * (e + 1), least), least)
+        edges = tl.where(
+            e < EDGES - 1, tl.maximum(top - (top - least) / EDGES * (e + 1), least), least
+        )
         tails = tl.zeros((EDGES, TILE), tl.float32)
         for start in range(0, CHUNK, TILE):
             z = _load_scaled(logits, row, stride, chunk * CHUNK + start, V, temperature, TILE)
@@ -164,10 +179,14 @@ def edges_kernel(
         if _arrives_last(counters + 2 * row):
             c = tl.arange(0, CHUNKS)[:, None]
             parts = (row * tl.num_programs(1) + c) * EDGES + e[None, :]
-            found = tl.load(partials + parts, mask=c < tl.num_programs(1), other=0.0, cache_modifier=".cg")
+            found = tl.load(
+                partials + parts, mask=c < tl.num_programs(1), other=0.0, cache_modifier=".cg"
+            )
             tail = tl.sum(found, axis=0)
             need = limit * (tl.sum(tl.where(e == EDGES - 1, tail, 0.0), axis=0) if MASS else 1.0)
-            edge = tl.min(tl.where(tail >= need, e, EDGES), axis=0)  # EDGES: all that count are kept
+            edge = tl.min(
+                tl.where(tail >= need, e, EDGES), axis=0
+            )  # EDGES: all that count are kept
             upper = tl.sum(tl.where(e == edge - 1, edges, 0.0), axis=0)
             tl.store(at + 2, tl.sum(tl.where(e == tl.minimum(edge, EDGES - 1), edges, 0.0), axis=0))
             tl.store(at + 3, tl.where(edge == 0, float("inf"), upper))
@@ -176,12 +195,18 @@ def edges_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=ANYWHERE)
-def bound_kernel(logits, words, sampled, state, counters, found, V, stride: tl.int64, MASS: tl.constexpr):
+def bound_kernel(
+    logits, words, sampled, state, counters, found, V, stride: tl.int64, MASS: tl.constexpr
+):
     """Find the largest bound between two edges that keeps enough."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     _, is_needed = _limit(words, sampled, row, V, MASS)
     if is_needed:
-        temperature, at, cursor = _parameter(words, row, TEMPERATURE), state + row * STATE, counters + 2 * row + 1
+        temperature, at, cursor = (
+            _parameter(words, row, TEMPERATURE),
+            state + row * STATE,
+            counters + 2 * row + 1,
+        )
         top, lower, upper = tl.load(at) / temperature, tl.load(at + 2), tl.load(at + 3)
         z = _load_scaled(logits, row, stride, chunk * CHUNK, V, temperature, CHUNK)
         is_between = (z >= lower) & (z < upper) & (z >= tl.load(at + 6))
@@ -202,7 +227,9 @@ def bound_kernel(logits, words, sampled, state, counters, found, V, stride: tl.i
                 tail = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
                 for start in range(0, num_values, BLOCK):
                     j = start + tl.arange(0, BLOCK)
-                    value = tl.load(values + j, mask=j < num_values, other=float("-inf"), cache_modifier=".cg")
+                    value = tl.load(
+                        values + j, mask=j < num_values, other=float("-inf"), cache_modifier=".cg"
+                    )
                     tail += _fixed(value, top, bound) if MASS else (value >= bound).to(tl.int32)
                 is_enough = above + tl.sum(tail, axis=0) >= need
                 low = tl.where(is_enough, middle, low)
@@ -212,7 +239,9 @@ def bound_kernel(logits, words, sampled, state, counters, found, V, stride: tl.i
 
 
 @triton.jit(do_not_specialize_on_alignment=ANYWHERE)
-def draw_kernel(logits, words, sampled, state, counters, masses, V, stride: tl.int64, CHUNKS: tl.constexpr):
+def draw_kernel(
+    logits, words, sampled, state, counters, masses, V, stride: tl.int64, CHUNKS: tl.constexpr
+):
     """Draw from the tokens that reach a row's bound and min-p."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     if _is_drawn(words, sampled, row):
@@ -264,7 +293,10 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
     grid = (num_rows, triton.cdiv(vocab_size, CHUNK.value))
     counters = _counters(logits.device, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
     state, partials = logits.new_empty(num_rows, STATE.value), logits.new_empty(*grid, EDGES.value)
-    found, masses = logits.new_empty(num_rows, vocab_size), logits.new_empty(grid, dtype=torch.int64)
+    found, masses = (
+        logits.new_empty(num_rows, vocab_size),
+        logits.new_empty(grid, dtype=torch.int64),
+    )
     kept, shape = (tokens, state, counters), (vocab_size, logits.stride(0))
     operands = (logits, columns.words, *kept)
     sizes = {"CHUNKS": triton.next_power_of_2(grid[1]), "num_warps": WARPS}
@@ -277,7 +309,9 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
 
 
 @triton.jit(do_not_specialize=["W"])
-def mask_tokens_kernel(logits, rows, bits, V, W, stride: tl.int64, MAX_LOGIT: tl.constexpr, BLOCK: tl.constexpr):
+def mask_tokens_kernel(
+    logits, rows, bits, V, W, stride: tl.int64, MAX_LOGIT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Rule out the tokens of one block of one row. Grid: (n, blocks of V)."""
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -305,7 +339,9 @@ def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     )
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the unfiltered distribution, with torch operators: it is rare, and no step waits for it.
 
     Semantics, arguments and results: `manylora.kernels.plain.sampling.logprobs`, but which of several equals at the

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, LoraDelta, SgmvOperands, check_operands, row_pitch_units
+from manylora.kernels.sgmv import (
+    GROUP_ROWS,
+    UNIT_BYTES,
+    LoraDelta,
+    SgmvOperands,
+    check_operands,
+    row_pitch_units,
+)
 from manylora.kernels.triton.plans import plan
 
 
@@ -66,13 +73,26 @@ def shrink_kernel(
     for step in range(STEPS):
         k = part * (STEPS * BK) + step * BK + tl.arange(0, BK)
         live_k = k < K
-        a = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=live_m[:, None] & live_k[None, :], other=0.0)
-        w = tl.load(arena + weight_rows[None, :] + k[:, None], mask=live_k[:, None] & live_n[None, :], other=0.0)
+        a = tl.load(
+            x + rows[:, None] * x_stride + k[None, :],
+            mask=live_m[:, None] & live_k[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            arena + weight_rows[None, :] + k[:, None],
+            mask=live_k[:, None] & live_n[None, :],
+            other=0.0,
+        )
         if INTERPRET:
             a = a.to(tl.float32)
             w = w.to(tl.float32)
         acc += tl.dot(a, w, input_precision="ieee")
-    out = planes + (part.to(tl.int64) * num_tokens + rows[:, None]) * WIDTH + which * (GROUPS * 8) + n[None, :]
+    out = (
+        planes
+        + (part.to(tl.int64) * num_tokens + rows[:, None]) * WIDTH
+        + which * (GROUPS * 8)
+        + n[None, :]
+    )
     tl.store(out, acc, mask=live_m[:, None] & live_n[None, :])
 
 
@@ -104,7 +124,9 @@ def entry_of(delta, slot, layer, module):
 
 
 @triton.jit
-def add_delta(y, delta, tile, which, n, live_n, width, BN: tl.constexpr, BM: tl.constexpr, SITE: tl.constexpr):
+def add_delta(
+    y, delta, tile, which, n, live_n, width, BN: tl.constexpr, BM: tl.constexpr, SITE: tl.constexpr
+):
     """Add what an adapter adds to columns `n` of a slice of `width` to y [BM, BN], in its dtype; at rank 0, y as it is.
 
     A tile is its slot, the layer, its rows, which of them it has, and the number of rows of all tiles.
@@ -128,11 +150,22 @@ def add_delta(y, delta, tile, which, n, live_n, width, BN: tl.constexpr, BM: tl.
         live_r = r < rank
         bridge = tl.zeros((BM, BR), tl.float32)
         for part in tl.static_range(SPLIT_K):
-            plane = planes + (part * num_tokens + rows[:, None]) * WIDTH + which * (GROUPS * 8) + r[None, :]
+            plane = (
+                planes
+                + (part * num_tokens + rows[:, None]) * WIDTH
+                + which * (GROUPS * 8)
+                + r[None, :]
+            )
             bridge += tl.load(plane, mask=live_m[:, None] & live_r[None, :], other=0.0)
-        group = tl.load(offsets + entry * (2 * GROUPS) + GROUPS + r // 8, mask=live_r, other=0).to(tl.int64)
+        group = tl.load(offsets + entry * (2 * GROUPS) + GROUPS + r // 8, mask=live_r, other=0).to(
+            tl.int64
+        )
         weight_rows = group * UNIT + (r % 8).to(tl.int64) * pitch
-        w = tl.load(arena + weight_rows[:, None] + n[None, :], mask=live_r[:, None] & live_n[None, :], other=0.0)
+        w = tl.load(
+            arena + weight_rows[:, None] + n[None, :],
+            mask=live_r[:, None] & live_n[None, :],
+            other=0.0,
+        )
         if SITE[5]:
             w = w.to(tl.float32)
         else:
@@ -214,14 +247,28 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     if element_size == 2:  # what fits a GPU then may not in float32
         sizes = plan(f"shrink {site.in_features} {tiles.rows}", **sizes)
     split_k, rank_blocks = sizes["SPLIT_K"], -(-groups * GROUP_ROWS // sizes["BR"])
-    planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
+    planes = x.new_empty(
+        (split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32
+    )
     delta = LoraDelta(planes, operands)
     if num_tiles and num_tokens:
         pitch = row_pitch_units(site.in_features, element_size) * unit
-        shape = {"MODULE": site.modules[0], "NUM_SLICES": num_slices, "UNIT": unit, "GROUPS": groups}
+        shape = {
+            "MODULE": site.modules[0],
+            "NUM_SLICES": num_slices,
+            "UNIT": unit,
+            "GROUPS": groups,
+        }
         shrink_kernel[(num_tiles, num_slices * rank_blocks, split_k)](
             *(x, *delta_operands(delta, num_tokens)[1], x.stride(0)),
-            **{"K": site.in_features, "PITCH": pitch, "BM": tiles.rows, **shape, **sizes, "INTERPRET": INTERPRET},
+            **{
+                "K": site.in_features,
+                "PITCH": pitch,
+                "BM": tiles.rows,
+                **shape,
+                **sizes,
+                "INTERPRET": INTERPRET,
+            },
             num_warps=SHRINK_WARPS,
         )
     return delta
@@ -254,7 +301,9 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     expand(y, shrink(x, operands))
 
 
-def delta_operands(delta: LoraDelta | None, num_tokens: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+def delta_operands(
+    delta: LoraDelta | None, num_tokens: int
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """What kernels with `add_delta` take.
 
     Args:
@@ -272,7 +321,15 @@ def delta_operands(delta: LoraDelta | None, num_tokens: int) -> tuple[int, tuple
         return -(-num_tokens // 16), (None, None, 0, num_tokens), constants
     arena, tables, tiles, site, layer = delta.operands
     _, num_layers, num_modules, _, groups = tables.offsets.shape
-    weights = delta.planes, arena, tables.offsets, tables.ranks, tables.scalings, num_layers, num_modules
+    weights = (
+        delta.planes,
+        arena,
+        tables.offsets,
+        tables.ranks,
+        tables.scalings,
+        num_layers,
+        num_modules,
+    )
     sizes = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0]
     return (
         tiles.numbers.shape[1],
@@ -287,7 +344,9 @@ def num_warps(constants: Mapping[str, int]) -> int:
 
 
 @functools.cache
-def shrink_sizes(in_features: int, tile_rows: int, groups: int, element_size: int) -> dict[str, int]:
+def shrink_sizes(
+    in_features: int, tile_rows: int, groups: int, element_size: int
+) -> dict[str, int]:
     """The constants of `shrink_kernel` that never change in a bucket, with its stages; not by its number of adapters.
 
     Few rows leave most of a GPU idle, so K is split among more programs; long tiles have work enough without. There
@@ -297,4 +356,9 @@ def shrink_sizes(in_features: int, tile_rows: int, groups: int, element_size: in
     k_block, split_k = 128 // element_size, 1
     if tile_rows <= 16:
         k_block, split_k = 128, min(8 if in_features >= 8192 else 4, -(-in_features // 128))
-    return {"BR": rank_block, "BK": k_block, "SPLIT_K": split_k, "num_stages": 4 if element_size == 2 else 3}
+    return {
+        "BR": rank_block,
+        "BK": k_block,
+        "SPLIT_K": split_k,
+        "num_stages": 4 if element_size == 2 else 3,
+    }

@@ -20,14 +20,24 @@ COLUMNS = (
     *("name", "tenant", "version", "rank", "target_modules", "parameters"),
     *("pages", "residency", "pinned", "aliases"),
 )
-Folder = Annotated[Path, typer.Argument(help="Folder that PEFT or mlx-lm saved the adapter to.", show_default=False)]
-Base = Annotated[str | None, typer.Option(help="Base model to check against: folder, GGUF file or hub id.")]
+Folder = Annotated[
+    Path,
+    typer.Argument(help="Folder that PEFT or mlx-lm saved the adapter to.", show_default=False),
+]
+Base = Annotated[
+    str | None, typer.Option(help="Base model to check against: folder, GGUF file or hub id.")
+]
 MaxRank = Annotated[int, typer.Option(help="Largest rank that the server takes.")]
 Meanings = Annotated[
     list[str],
-    typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
+    typer.Argument(
+        metavar="ALIAS=MEANING...",
+        help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it.",
+    ),
 ]
-Copies = Annotated[int, typer.Option(min=1, help="Servers that keep it, where several share a database.")]
+Copies = Annotated[
+    int, typer.Option(min=1, help="Servers that keep it, where several share a database.")
+]
 OnlyVersion = Annotated[int | None, typer.Option("--version", help="Only this version.")]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
@@ -38,7 +48,10 @@ def validate(
     model: Base = None,
     max_rank: MaxRank = 64,
     trained_on_quantised: Annotated[
-        bool, typer.Option("--trained-on-quantised", help="As model.adapters_trained_on_quantised of the server.")
+        bool,
+        typer.Option(
+            "--trained-on-quantised", help="As model.adapters_trained_on_quantised of the server."
+        ),
     ] = False,
     as_json: JSON = False,
 ) -> None:
@@ -49,7 +62,11 @@ def validate(
 
     config, weights = adapter_files(folder)
     spec = read_spec(resolve_model(model, SPEC_FILES)) if model else None
-    base = base_shape(spec, "sha256:" + "0" * 64, trained_on_quantised=trained_on_quantised) if spec else None
+    base = (
+        base_shape(spec, "sha256:" + "0" * 64, trained_on_quantised=trained_on_quantised)
+        if spec
+        else None
+    )
     names = (Path(model).resolve().name,) if model else ()
     with refusals(folder, config, weights, as_json):
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
@@ -70,12 +87,20 @@ def validate(
 @app.command()
 def push(  # noqa: PLR0913 - one parameter per option
     folder: Folder,
-    name: Annotated[str | None, typer.Option(help="The adapter's name; the folder's by default.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The adapter's name; the folder's by default.")
+    ] = None,
     description: Annotated[str | None, typer.Option(help="Free text.")] = None,
     activate: Annotated[bool, typer.Option(help="Let the plain name mean this version.")] = True,
-    ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Only in the server's memory.")] = False,
-    keep: Annotated[int | None, typer.Option(help="Ephemeral versions that stay, this one included.")] = None,
-    ttl: Annotated[int | None, typer.Option(help="Seconds after which an ephemeral version is withdrawn.")] = None,
+    ephemeral: Annotated[
+        bool, typer.Option("--ephemeral", help="Only in the server's memory.")
+    ] = False,
+    keep: Annotated[
+        int | None, typer.Option(help="Ephemeral versions that stay, this one included.")
+    ] = None,
+    ttl: Annotated[
+        int | None, typer.Option(help="Seconds after which an ephemeral version is withdrawn.")
+    ] = None,
     tenant: TENANT = None,
     url: URL = None,
     key: KEY = None,
@@ -85,20 +110,36 @@ def push(  # noqa: PLR0913 - one parameter per option
     import sys
 
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TransferSpeedColumn,
+    )
 
     from manylora.registry.names import is_name
 
     name = name or folder.resolve().name
     if not is_name(name):
-        fail(f"{name!r} names no adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name.")
+        fail(
+            f"{name!r} names no adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name."
+        )
     if not ephemeral and (keep is not None or ttl is not None):
         fail("--keep and --ttl are for --ephemeral.")
     if ephemeral and description is not None:
         fail("An ephemeral version takes no --description.")
     bars: dict[Path, TaskID] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty()
+    ) as progress:
 
         def draw(file: Path, sent: int, size: int) -> None:
             if file not in bars:
@@ -110,7 +151,9 @@ def push(  # noqa: PLR0913 - one parameter per option
             if ephemeral:
                 body = client.push_ephemeral(name, folder, keep=keep, ttl_s=ttl, activate=activate)
             else:
-                body = client.push(folder, name, description=description, activate=activate, progress=draw)
+                body = client.push(
+                    folder, name, description=description, activate=activate, progress=draw
+                )
         except ClientError as error:
             progress.stop()
             fail_with(error, as_json)
@@ -120,20 +163,30 @@ def push(  # noqa: PLR0913 - one parameter per option
 
 
 @app.command("ls")
-def list_adapters(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+def list_adapters(
+    tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
+) -> None:
     """List adapters; with the admin key and without --tenant those of all tenants."""
     show(connect(url, key, tenant).list_adapters(), as_json, COLUMNS)
 
 
 @app.command("show")
-def show_adapter(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+def show_adapter(
+    name: str, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
+) -> None:
     """Show one adapter, who else may call it, and its versions."""
     client, name = connect(url, key, tenant), _own_name(name)
-    body, versions, grants = client.get_adapter(name), client.list_versions(name), client.list_grants(name)
+    body, versions, grants = (
+        client.get_adapter(name),
+        client.list_versions(name),
+        client.list_grants(name),
+    )
     if as_json:
         show({**body, "versions": versions, "grants": grants}, True, ())
         return
-    body["granted_to"] = [grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants]
+    body["granted_to"] = [
+        grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants
+    ]
     show(body, False, (*COLUMNS, "pinned_copies", "description", "granted_to"))
     _tell(body.get("report") or {})
     typer.echo("")
@@ -142,17 +195,28 @@ def show_adapter(name: str, tenant: TENANT = None, url: URL = None, key: KEY = N
 
 @app.command("alias")
 def set_aliases(
-    name: str, aliases: Meanings, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
+    name: str,
+    aliases: Meanings,
+    tenant: TENANT = None,
+    url: URL = None,
+    key: KEY = None,
+    as_json: JSON = False,
 ) -> None:
     """Say which version an alias means; the name without @ means `default`, so default=1 rolls back to 1."""
     meanings = dict(_alias(text) for text in aliases)
-    show(connect(url, key, tenant).update_adapter(_own_name(name), aliases=meanings), as_json, COLUMNS)
+    show(
+        connect(url, key, tenant).update_adapter(_own_name(name), aliases=meanings),
+        as_json,
+        COLUMNS,
+    )
 
 
 @app.command()
 def grant(
     name: str,
-    grantee: Annotated[str, typer.Argument(help="Id of the other tenant; admins may give its name.")],
+    grantee: Annotated[
+        str, typer.Argument(help="Id of the other tenant; admins may give its name.")
+    ],
     version: OnlyVersion = None,
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")] = False,
     tenant: TENANT = None,
@@ -170,14 +234,18 @@ def grant(
 
 
 @app.command("rm")
-def remove(name: str, version: OnlyVersion = None, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
+def remove(
+    name: str, version: OnlyVersion = None, tenant: TENANT = None, url: URL = None, key: KEY = None
+) -> None:
     """Delete an adapter, or one version of it."""
     connect(url, key, tenant).delete_adapter(_own_name(name), version)
     typer.echo(f"deleted {name}" if version is None else f"deleted {name}@{version}")
 
 
 @app.command()
-def pin(name: str, copies: Copies = 1, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
+def pin(
+    name: str, copies: Copies = 1, tenant: TENANT = None, url: URL = None, key: KEY = None
+) -> None:
     """Bring an adapter to the device and keep it there."""
     wanted = {"pinned_copies": copies} if copies != 1 else {}
     connect(url, key, tenant).update_adapter(_own_name(name), pinned=True, **wanted)
@@ -200,7 +268,12 @@ def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -
     except AdapterError as error:
         refuse(str(adapter), [asdict(finding) for finding in error.findings], as_json, files)
     except PayloadTooLargeError as error:
-        refuse(str(adapter), [asdict(Finding(error.code, error.message, None, KEEP_SMALL))], as_json, files)
+        refuse(
+            str(adapter),
+            [asdict(Finding(error.code, error.message, None, KEEP_SMALL))],
+            as_json,
+            files,
+        )
     except OSError as error:
         fail(f"{error.filename or weights} cannot be read: {error.strerror}.")
 
@@ -208,7 +281,11 @@ def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -
 def _tell(report: Mapping[str, Any]) -> None:
     """Print what the check noticed, the warnings on stderr."""
     if report.get("layout") == "mlx" or report.get("renamed"):
-        renamed = f", {report['renamed']} tensors under other names than PEFT's" if report.get("renamed") else ""
+        renamed = (
+            f", {report['renamed']} tensors under other names than PEFT's"
+            if report.get("renamed")
+            else ""
+        )
         typer.echo(f"read as: {report['layout']}{renamed}")
     for warning in report.get("warnings", ()):
         typer.echo(f"warning: {warning}", err=True)
@@ -236,7 +313,9 @@ def _own_name(name: str) -> str:
     """An adapter's name; ends the command where it comes with a tenant or a version."""
     tenant, slash, own = name.rpartition("/")
     if slash:
-        fail(f"expected an adapter's own name, got {name!r}. For another tenant's: {own} --tenant {tenant}")
+        fail(
+            f"expected an adapter's own name, got {name!r}. For another tenant's: {own} --tenant {tenant}"
+        )
     own, at, version = name.partition("@")
     if at:
         fail(

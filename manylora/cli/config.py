@@ -36,7 +36,9 @@ def show_config(model: Model = None, config: Config = None, settings: Setting = 
 
 
 @app.command()
-def init(path: Annotated[Path, typer.Argument(help="File to write.")] = Path("manylora.yaml")) -> None:
+def init(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("manylora.yaml"),
+) -> None:
     """Write a file with every setting, its default and what it does."""
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -56,7 +58,9 @@ def defaults_as_yaml() -> str:
         for name, default, sentence in settings:
             lines += [f"  # {line}\n" for line in textwrap.wrap(sentence, WIDTH)]
             is_required = default is dataclasses.MISSING
-            lines.append(f"  {name}: CHANGE-ME\n" if is_required else f"  #{name}: {json.dumps(default)}\n")
+            lines.append(
+                f"  {name}: CHANGE-ME\n" if is_required else f"  #{name}: {json.dumps(default)}\n"
+            )
     return "".join(lines)
 
 
@@ -68,7 +72,11 @@ def explained() -> Iterator[tuple[str, str, list[tuple[str, Any, str]]]]:
     from manylora.server.settings import SECTIONS
 
     for section, cls in SECTIONS.items():
-        (body,) = (node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef))
+        (body,) = (
+            node.body
+            for node in ast.parse(inspect.getsource(cls)).body
+            if isinstance(node, ast.ClassDef)
+        )
         sentences = {
             ast.unparse(setting.target): " ".join(ast.literal_eval(text.value).split())
             for setting, text in pairwise(body)

@@ -10,11 +10,17 @@ import typer
 from manylora.cli.options import JSON, KEY, URL, connect, fail
 from manylora.cli.table import show
 
-DataDir = Annotated[Path, typer.Option(help="Data folder of the server. Without --key, the admin key in it is used.")]
+DataDir = Annotated[
+    Path,
+    typer.Option(help="Data folder of the server. Without --key, the admin key in it is used."),
+]
 
 
 def dashboard(
-    url: URL = None, key: KEY = None, data_dir: DataDir = Path("manylora-data"), as_json: JSON = False
+    url: URL = None,
+    key: KEY = None,
+    data_dir: DataDir = Path("manylora-data"),
+    as_json: JSON = False,
 ) -> None:
     """Print a link that opens the dashboard with the rights of the key; it works once, within ten minutes."""
     client = connect(url, key or _admin_key(data_dir))
@@ -36,4 +42,6 @@ def _admin_key(data_dir: Path) -> str:
     try:
         return place.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
-        fail(f"no key: set --key or MANYLORA_KEY, or name the server's folder with --data-dir (there is no {place}).")
+        fail(
+            f"no key: set --key or MANYLORA_KEY, or name the server's folder with --data-dir (there is no {place})."
+        )

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Upgrade the database of tenants, keys, adapters and usage.", no_args_is_help=True)
+app = typer.Typer(
+    help="Upgrade the database of tenants, keys, adapters and usage.", no_args_is_help=True
+)
 
 
 @app.callback()
@@ -26,7 +28,10 @@ def upgrade(
         ),
     ] = None,
     data_dir: Annotated[
-        Path, typer.Option(help="Data folder of the server; its SQLite file is used without --database-url.")
+        Path,
+        typer.Option(
+            help="Data folder of the server; its SQLite file is used without --database-url."
+        ),
     ] = Path("manylora-data"),
 ) -> None:
     """Bring the database to the schema of this version of Manylora. `manylora serve` does the same when it starts."""
@@ -42,4 +47,8 @@ def upgrade(
     if database_url is None:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     before, after = asyncio.run(run())
-    typer.echo(f"schema {after}: up to date" if before == after else f"schema {before or 'none'} -> {after}")
+    typer.echo(
+        f"schema {after}: up to date"
+        if before == after
+        else f"schema {before or 'none'} -> {after}"
+    )

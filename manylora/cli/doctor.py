@@ -39,14 +39,23 @@ class Finding:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Base model to look at: folder or GGUF file.")] = None,
-    data_dir: Annotated[Path, typer.Option(help="Where `manylora serve` would keep its data.")] = Path("manylora-data"),
+    model: Annotated[
+        str | None, typer.Option(help="Base model to look at: folder or GGUF file.")
+    ] = None,
+    data_dir: Annotated[
+        Path, typer.Option(help="Where `manylora serve` would keep its data.")
+    ] = Path("manylora-data"),
     port: Annotated[int, typer.Option(help="Port that `manylora serve` would bind.")] = 8000,
-    blob_url: Annotated[str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")] = None,
+    blob_url: Annotated[
+        str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")
+    ] = None,
     as_json: JSON = False,
 ) -> None:
     """Check that Manylora can run on this machine. Exits with 1 if something would stop it."""
-    findings = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}"), *_torch()]
+    findings = [
+        Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}"),
+        *_torch(),
+    ]
     findings += [_disk(data_dir), _port(port), _open_files()]
     if model is not None:
         findings += _model(model)
@@ -65,18 +74,30 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding("torch", "fail", f"cannot be imported: {error}", "install Manylora again: pip install manylora")
+        yield Finding(
+            "torch",
+            "fail",
+            f"cannot be imported: {error}",
+            "install Manylora again: pip install manylora",
+        )
         return
     yield Finding("torch", "ok", torch.__version__)
     if torch.cuda.is_available():
         try:
             yield Finding("triton", "ok", metadata.version("triton"))
         except metadata.PackageNotFoundError:
-            yield Finding("triton", "fail", "not installed; a GPU needs it", "pip install 'manylora[triton]'")
+            yield Finding(
+                "triton", "fail", "not installed; a GPU needs it", "pip install 'manylora[triton]'"
+            )
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-            yield Finding("device", "ok", f"{name}, sm_{major}{minor}, {free >> 30} of {total >> 30} GiB free")
+            name, (major, minor) = (
+                torch.cuda.get_device_name(index),
+                torch.cuda.get_device_capability(index),
+            )
+            yield Finding(
+                "device", "ok", f"{name}, sm_{major}{minor}, {free >> 30} of {total >> 30} GiB free"
+            )
     else:
         yield Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no CUDA device")
         yield _cpu_kernels()
@@ -93,7 +114,9 @@ def _cpu_kernels() -> Finding:
 
 
 def _disk(data_dir: Path) -> Finding:
-    existing = next(folder for folder in (data_dir.absolute(), *data_dir.absolute().parents) if folder.exists())
+    existing = next(
+        folder for folder in (data_dir.absolute(), *data_dir.absolute().parents) if folder.exists()
+    )
     free_gib = shutil.disk_usage(existing).free / (1 << 30)
     detail = f"{free_gib:.1f} GiB free at {existing}"
     if free_gib >= MIN_DISK_GIB:
@@ -113,8 +136,17 @@ def _blobs(url: str) -> Finding:
     except (ConfigError, CapacityError) as error:
         return Finding("blob store", "fail", error.message)
     except OSError as error:
-        return Finding("blob store", "fail", f"cannot be written: {error.strerror}", "choose another --blob-url")
-    return Finding("blob store", "ok", f"stores and gives back, {1000 * (time.perf_counter() - started):.0f} ms")
+        return Finding(
+            "blob store",
+            "fail",
+            f"cannot be written: {error.strerror}",
+            "choose another --blob-url",
+        )
+    return Finding(
+        "blob store",
+        "ok",
+        f"stores and gives back, {1000 * (time.perf_counter() - started):.0f} ms",
+    )
 
 
 def _port(port: int) -> Finding:
@@ -125,7 +157,9 @@ def _port(port: int) -> Finding:
         except OverflowError:
             return Finding("port", "fail", f"{port} is no port", "use a --port from 1 to 65535")
         except OSError as error:
-            return Finding("port", "warn", f"{port} cannot be bound: {error.strerror}", "use another --port")
+            return Finding(
+                "port", "warn", f"{port} cannot be bound: {error.strerror}", "use another --port"
+            )
     return Finding("port", "ok", f"{port} is free")
 
 
@@ -146,11 +180,24 @@ def _model(model: str) -> Iterator[Finding]:
     try:
         folder = resolve_model(model, is_downloaded=True)
         spec = read_spec(folder)
-        stored = f", {spec.quantisation.bits} bits ({spec.quantisation.layout})" if spec.quantisation else ""
-        yield Finding("model", "ok", f"{spec.architecture}, {spec.num_parameters / 1e6:.1f}M parameters{stored}")
+        stored = (
+            f", {spec.quantisation.bits} bits ({spec.quantisation.layout})"
+            if spec.quantisation
+            else ""
+        )
+        yield Finding(
+            "model",
+            "ok",
+            f"{spec.architecture}, {spec.num_parameters / 1e6:.1f}M parameters{stored}",
+        )
         tokenizer = Tokenizer(folder)
     except ConfigError as error:
-        yield Finding("model", "fail", error.message, "choose a folder with a supported Hugging Face checkpoint")
+        yield Finding(
+            "model",
+            "fail",
+            error.message,
+            "choose a folder with a supported Hugging Face checkpoint",
+        )
         return
     yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
     yield _chat_template(tokenizer)
@@ -170,7 +217,9 @@ def _chat_template(tokenizer: Tokenizer) -> Finding:
     if not tokenizer.chat_template.source:
         return Finding("chat template", "warn", "there is none", "use /v1/completions")
     if (message := asyncio.run(fault())) is not None:
-        return Finding("chat template", "fail", message, "correct the template in the model's folder")
+        return Finding(
+            "chat template", "fail", message, "correct the template in the model's folder"
+        )
     return Finding("chat template", "ok", "there is one")
 
 
@@ -190,7 +239,9 @@ def _weights(spec: DecoderSpec) -> Iterator[Finding]:
     for weights, (alone, together) in speeds.items():
         gib = model_bytes(spec, weights, dtype.itemsize, on_cpu=True) / (1 << 30)
         users = [
-            users for users, best in zip(("one or two users", "many users"), fastest, strict=True) if best == weights
+            users
+            for users, best in zip(("one or two users", "many users"), fastest, strict=True)
+            if best == weights
         ]
         yield Finding(
             f"weights in {weights}",

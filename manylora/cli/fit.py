@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
-Targets = Annotated[str, typer.Option(help="Modules of the --rank adapters: all, or some of q,k,v,o,gate,up,down.")]
+Targets = Annotated[
+    str, typer.Option(help="Modules of the --rank adapters: all, or some of q,k,v,o,gate,up,down.")
+]
 
 
 def fit(  # noqa: PLR0913 - one parameter per option
@@ -31,7 +33,9 @@ def fit(  # noqa: PLR0913 - one parameter per option
     model: Model = None,
     ranks: Annotated[
         list[int] | None,
-        typer.Option("--rank", help="Plan for adapters of this rank that do not exist yet; repeat for more."),
+        typer.Option(
+            "--rank", help="Plan for adapters of this rank that do not exist yet; repeat for more."
+        ),
     ] = None,
     count: Annotated[int, typer.Option(help="How many adapters of each --rank.")] = 1,
     targets: Targets = "all",
@@ -40,9 +44,12 @@ def fit(  # noqa: PLR0913 - one parameter per option
     weights: Weights = None,
     memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
     free_gib: Annotated[
-        float | None, typer.Option(help="Plan for a device with so many GiB free, instead of this machine.")
+        float | None,
+        typer.Option(help="Plan for a device with so many GiB free, instead of this machine."),
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus output in tokens.")
+    ] = None,
     max_rank: Annotated[int | None, typer.Option(help="Largest rank served. [default: 64]")] = None,
     config: Config = None,
     settings: Setting = None,
@@ -114,26 +121,41 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
 
     advice = None if found.fits else _advice(found, planned)
     if as_json:
-        body = {**found.model_dump(), "requests_left": planned.room.requests(found.pages.left), "advice": advice}
-        typer.echo(json.dumps({**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False))
+        body = {
+            **found.model_dump(),
+            "requests_left": planned.room.requests(found.pages.left),
+            "advice": advice,
+        }
+        typer.echo(
+            json.dumps(
+                {**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False
+            )
+        )
         return
     page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
-    name = number_format(str(planned.dtype).removeprefix("torch."), memory.weights, planned.room.geometry.is_kv_int8)
+    name = number_format(
+        str(planned.dtype).removeprefix("torch."), memory.weights, planned.room.geometry.is_kv_int8
+    )
     about = f"{planned.config.model.path} on {planned.device.type} in {name}"
     typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
     if memory.reserved.total:
         typer.echo(f"reserved {format_reserved(memory.reserved, memory.step_tokens)}")
     pages = f"{memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)})"
     typer.echo(f"pages  {pages}: {found.pages.needed:,} needed, {found.pages.left:,} left")
-    typer.echo(f"slots  {planned.room.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left")
+    typer.echo(
+        f"slots  {planned.room.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left"
+    )
     typer.echo(found.message)
     if advice:
         typer.echo(advice)
 
 
 def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
-    name, targets = item.adapter or "(to come)", ",".join(name.removesuffix("_proj") for name in item.target_modules)
+    name, targets = (
+        item.adapter or "(to come)",
+        ",".join(name.removesuffix("_proj") for name in item.target_modules),
+    )
     size, waste = _size(item.pages * page_bytes), f"{item.waste:.1%}"
     return name, str(item.rank), targets, f"{item.count:,}", f"{item.pages:,}", size, waste
 

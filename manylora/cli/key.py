@@ -11,10 +11,17 @@ from manylora.cli.options import JSON, KEY, LIMIT, TENANT, URL, connect, fail, l
 from manylora.cli.table import print_table, show
 
 COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "created_at")
-Scopes = Annotated[list[str] | None, typer.Option(help="infer, adapters or usage; repeat for more. [default: all]")]
-Expiry = Annotated[str | None, typer.Option(help="When it stops working, as 2027-01-01T00:00:00Z. [default: never]")]
+Scopes = Annotated[
+    list[str] | None, typer.Option(help="infer, adapters or usage; repeat for more. [default: all]")
+]
+Expiry = Annotated[
+    str | None,
+    typer.Option(help="When it stops working, as 2027-01-01T00:00:00Z. [default: never]"),
+]
 Grace = Annotated[int, typer.Option("--grace-s", help="Seconds that the old key still works.")]
-app = typer.Typer(help="Create, list, rotate and revoke API keys; needs the admin key.", no_args_is_help=True)
+app = typer.Typer(
+    help="Create, list, rotate and revoke API keys; needs the admin key.", no_args_is_help=True
+)
 
 
 @app.command()
@@ -30,8 +37,15 @@ def create(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Create a key and print its secret, which is never shown again."""
     if expires_at is not None and not _is_moment(expires_at):
-        fail(f"--expires-at takes a time with its offset from UTC, as 2027-01-01T00:00:00Z; got {expires_at!r}.")
-    fields = {"name": name, "scopes": scope or None, "expires_at": expires_at, "limits": limits_of(limit or ())}
+        fail(
+            f"--expires-at takes a time with its offset from UTC, as 2027-01-01T00:00:00Z; got {expires_at!r}."
+        )
+    fields = {
+        "name": name,
+        "scopes": scope or None,
+        "expires_at": expires_at,
+        "limits": limits_of(limit or ()),
+    }
     made = connect(url, key).create_key(tenant, **fields)
     show(made, as_json, (*COLUMNS[:3], "scopes", "limits", "expires_at", "key"))
 
@@ -43,7 +57,9 @@ def list_keys(tenant: str, url: URL = None, key: KEY = None, as_json: JSON = Fal
 
 
 @app.command()
-def rotate(key_id: str, grace_s: Grace = 0, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+def rotate(
+    key_id: str, grace_s: Grace = 0, url: URL = None, key: KEY = None, as_json: JSON = False
+) -> None:
     """Replace a key by a new one of the same rights, and print its secret, which is never shown again."""
     made = connect(url, key).rotate_key(key_id, grace_s)
     show(made, as_json, (*COLUMNS[:3], "scopes", "expires_at", "key"))
@@ -63,7 +79,12 @@ def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSO
         show(me, True, ())
         return
     own, owner = me.get("key") or {}, me.get("tenant") or {}
-    facts = {"role": me.get("role"), "tenant": owner.get("name"), "tenant_id": owner.get("id"), "key": own.get("id")}
+    facts = {
+        "role": me.get("role"),
+        "tenant": owner.get("name"),
+        "tenant_id": owner.get("id"),
+        "key": own.get("id"),
+    }
     facts |= {name: own.get(name) for name in ("name", "scopes", "expires_at")}
     show(facts, False, list(facts))
     rows = [

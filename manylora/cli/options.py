@@ -15,22 +15,37 @@ if TYPE_CHECKING:
 
 URL = Annotated[
     str | None,
-    typer.Option("--url", envvar="MANYLORA_URL", help="Address of the server. [default: http://127.0.0.1:8000]"),
+    typer.Option(
+        "--url",
+        envvar="MANYLORA_URL",
+        help="Address of the server. [default: http://127.0.0.1:8000]",
+    ),
 ]
 KEY = Annotated[str | None, typer.Option("--key", envvar="MANYLORA_KEY", help="API key.")]
-SERVER = Annotated[str | None, typer.Option("--server", help="Behind a gateway: the replica whose engine is shown.")]
+SERVER = Annotated[
+    str | None,
+    typer.Option("--server", help="Behind a gateway: the replica whose engine is shown."),
+]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 LIMIT = Annotated[
     list[str] | None,
-    typer.Option("--limit", metavar="NAME=NUMBER", help="A limit, as requests_per_minute=60; repeat for more."),
+    typer.Option(
+        "--limit",
+        metavar="NAME=NUMBER",
+        help="A limit, as requests_per_minute=60; repeat for more.",
+    ),
 ]
-TENANT = Annotated[str | None, typer.Option("--tenant", help="With the admin key: the tenant to act for.")]
+TENANT = Annotated[
+    str | None, typer.Option("--tenant", help="With the admin key: the tenant to act for.")
+]
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 """File of an adapter by the first part of the code of a finding."""
 FAILURE, BAD_INPUT = 1, 2
 """Exit statuses."""
 INPUT_STATUSES = frozenset({400, 413, 422})
-NO_ANSWER = frozenset({"unreachable", "untrusted_certificate", "upload.interrupted", "not_manylora"})
+NO_ANSWER = frozenset(
+    {"unreachable", "untrusted_certificate", "upload.interrupted", "not_manylora"}
+)
 WORDS = {
     "url=": "--url",
     "key=": "--key",
@@ -68,18 +83,27 @@ def fail_with(error: ManyloraError, as_json: bool = False) -> NoReturn:
         reason, error.hint = reason.replace(word, own), error.hint.replace(word, own)
     if error.param in FILTERS:
         reason = reason.replace(error.param, f"--{error.param}", 1)
-    is_input = error.code not in NO_ANSWER if error.status is None else error.status in INPUT_STATUSES
+    is_input = (
+        error.code not in NO_ANSWER if error.status is None else error.status in INPUT_STATUSES
+    )
     fail(f"{reason} {error.hint}".rstrip(), BAD_INPUT if is_input else FAILURE)
 
 
 def refuse(
-    adapter: str, findings: Sequence[Mapping[str, Any]], as_json: bool, files: Mapping[str, str] = FILES
+    adapter: str,
+    findings: Sequence[Mapping[str, Any]],
+    as_json: bool,
+    files: Mapping[str, str] = FILES,
 ) -> NoReturn:
     """Print all that is wrong with an adapter, on stderr as a numbered list, and exit with 2."""
     first = findings[0]
     if as_json:
         message = f"{first['message']} {first['hint']}"
-        typer.echo(json.dumps({"valid": False, "code": first["code"], "message": message, "findings": findings}))
+        typer.echo(
+            json.dumps(
+                {"valid": False, "code": first["code"], "message": message, "findings": findings}
+            )
+        )
     lines = [f"{adapter} cannot be served:"]
     for number, finding in enumerate(findings, 1):
         file = files.get(finding["code"].partition(".")[0], "")
@@ -95,8 +119,12 @@ def limits_of(words: Sequence[str]) -> dict[str, int | None]:
     for word in words:
         name, equals, value = word.partition("=")
         if not name or not equals:
-            fail(f"a limit is written NAME=NUMBER or NAME=none, as requests_per_minute=60; got {word!r}.")
+            fail(
+                f"a limit is written NAME=NUMBER or NAME=none, as requests_per_minute=60; got {word!r}."
+            )
         if value != "none" and not (value.isascii() and value.isdigit()):
-            fail(f"the limit {name} must be a whole number, 0 or more, or none for no limit; got {value!r}.")
+            fail(
+                f"the limit {name} must be a whole number, 0 or more, or none for no limit; got {value!r}."
+            )
         limits[name] = None if value == "none" else int(value)
     return limits

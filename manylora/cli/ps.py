@@ -50,7 +50,10 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False, server: SERVER =
     if servers is not None:
         _print_servers(client, servers)
         return
-    residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), adapter_name(resident)))
+    residents = sorted(
+        body["residents"],
+        key=lambda resident: (TIERS.index(resident["tier"]), adapter_name(resident)),
+    )
     if residents:
         print_table([HEADER, *(_row(resident) for resident in residents)], NUMBERS)
         typer.echo("")
@@ -63,7 +66,11 @@ def _print_servers(client: Client, body: Mapping[str, Any]) -> None:
     print_table([SERVERS, *server_rows(body)], LOADS)
     typer.echo(f"\n{servers_line(body)}")
     places: list[tuple[str, ...]] = []
-    for server in (each["name"] for each in body["data"] if each["role"] == "replica" and each["state"] == "ready"):
+    for server in (
+        each["name"]
+        for each in body["data"]
+        if each["role"] == "replica" and each["state"] == "ready"
+    ):
         try:
             residents = client.engine(server)["residents"]
         except ClientError as error:
@@ -79,7 +86,9 @@ def _print_servers(client: Client, body: Mapping[str, Any]) -> None:
 
 
 def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:
-    counts = (f"{resident[name]:,}" for name in ("pages", "prefix_pages", "running", "holds", "uses"))
+    counts = (
+        f"{resident[name]:,}" for name in ("pages", "prefix_pages", "running", "holds", "uses")
+    )
     return adapter_name(resident), resident["tier"], *counts, "yes" if resident["pinned"] else ""
 
 

@@ -28,10 +28,17 @@ def quantize(model: Model, target: Format, output: Output, as_json: JSON = False
     errors = quantise(resolve_model(model), output, cast(TargetFormat, target))
     mean = {path: sum(layers) / len(layers) for path, layers in errors.items()}
     if as_json:
-        typer.echo(json.dumps({"format": target, "output": str(output), "errors": errors, "mean": mean}, indent=2))
+        typer.echo(
+            json.dumps(
+                {"format": target, "output": str(output), "errors": errors, "mean": mean}, indent=2
+            )
+        )
         return
     names = [path.rpartition(".")[2].removesuffix("_proj").upper() for path in errors]
-    rows = [[str(layer), *map(_percent, row)] for layer, row in enumerate(zip(*errors.values(), strict=True))]
+    rows = [
+        [str(layer), *map(_percent, row)]
+        for layer, row in enumerate(zip(*errors.values(), strict=True))
+    ]
     print_table([["LAYER", *names], *rows, ["mean", *map(_percent, mean.values())]], names)
     typer.echo(f"\n{output}: {target}, relative errors of the weights by layer")
 

@@ -33,7 +33,9 @@ def print_table(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) ->
         typer.echo(line)
 
 
-def show(body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, columns: Sequence[str]) -> None:
+def show(
+    body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, columns: Sequence[str]
+) -> None:
     """Print a body as JSON, or these columns of it: a table for a list, one line per column for one object.
 
     Nothing is cut or folded: keys and digests can be copied whole.
@@ -44,7 +46,9 @@ def show(body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, c
         typer.echo(json.dumps(body, indent=2, ensure_ascii=False))
     elif body.get("object") == "list":
         header = [column.upper() for column in columns]
-        print_table([header, *([_cell(row.get(column)) for column in columns] for row in body["data"])])
+        print_table(
+            [header, *([_cell(row.get(column)) for column in columns] for row in body["data"])]
+        )
     else:
         print_table([[column, _cell(body.get(column))] for column in columns])
 
@@ -69,7 +73,11 @@ def value_text(value: object) -> str:
         return ",".join(map(str, value))
     if isinstance(value, float):
         return f"{value:.3f}"
-    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {None: "none", True: "yes", False: "no"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )
 
 
 REASONS = {
@@ -124,7 +132,12 @@ def server_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         if "running" in each:
             counts = each["in_flight"], each["adapters"]["device"], each["adapters"]["host"]
             backlog = seconds_text(each["backlog_s"])
-            load = f"{each['running']:,}", f"{each['waiting']:,}", backlog, *(f"{count:,}" for count in counts)
+            load = (
+                f"{each['running']:,}",
+                f"{each['waiting']:,}",
+                backlog,
+                *(f"{count:,}" for count in counts),
+            )
         yield each["name"], each["role"], each["state"], *load, each["url"]
 
 
@@ -133,7 +146,13 @@ def servers_line(body: Mapping[str, Any]) -> str:
     replicas = [each for each in body["data"] if each["role"] == "replica"]
     sums = Counter[str]()
     for each in replicas:
-        sums.update(ready=each["state"] == "ready", running=each.get("running", 0), waiting=each.get("waiting", 0))
-    longest = seconds_text(max((each["backlog_s"] for each in replicas if "running" in each), default=None))
+        sums.update(
+            ready=each["state"] == "ready",
+            running=each.get("running", 0),
+            waiting=each.get("waiting", 0),
+        )
+    longest = seconds_text(
+        max((each["backlog_s"] for each in replicas if "running" in each), default=None)
+    )
     ready = f"{sums['ready']:,} of {len(replicas):,} replicas ready, {len(body['data']) - len(replicas):,} gateways"
     return f"{ready}; {sums['running']:,} running, {sums['waiting']:,} waiting, longest backlog {longest}"

@@ -11,31 +11,46 @@ from manylora.cli.table import show
 
 COLUMNS = ("name", "id", "limits", "weight", "created_at")
 WEIGHT = Annotated[
-    float | None, typer.Option(help="Share of the engine beside other tenants, 0.01 to 100. [default: 1]")
+    float | None,
+    typer.Option(help="Share of the engine beside other tenants, 0.01 to 100. [default: 1]"),
 ]
 LIMITS = Annotated[
-    list[str], typer.Argument(metavar="NAME=NUMBER...", help="As adapters=50; adapters=none removes the limit.")
+    list[str],
+    typer.Argument(
+        metavar="NAME=NUMBER...", help="As adapters=50; adapters=none removes the limit."
+    ),
 ]
 NEW_WEIGHT = Annotated[float, typer.Argument(help="0.01 to 100; 1 is usual.")]
-app = typer.Typer(help="Create, list, change and delete tenants; needs the admin key.", no_args_is_help=True)
+app = typer.Typer(
+    help="Create, list, change and delete tenants; needs the admin key.", no_args_is_help=True
+)
 
 
 @app.command()
 def create(
-    name: str, limit: LIMIT = None, weight: WEIGHT = None, url: URL = None, key: KEY = None, as_json: JSON = False
+    name: str,
+    limit: LIMIT = None,
+    weight: WEIGHT = None,
+    url: URL = None,
+    key: KEY = None,
+    as_json: JSON = False,
 ) -> None:
     """Create a tenant. Limits that are not given are the server's defaults; NAME=none is no limit."""
     show(connect(url, key).create_tenant(name, limits_of(limit or ()), weight), as_json, COLUMNS)
 
 
 @app.command("limit")
-def limit_tenant(name: str, limits: LIMITS, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+def limit_tenant(
+    name: str, limits: LIMITS, url: URL = None, key: KEY = None, as_json: JSON = False
+) -> None:
     """Set some of a tenant's limits, in force at once; the others stay."""
     show(connect(url, key).set_limits(name, limits_of(limits)), as_json, COLUMNS)
 
 
 @app.command("weight")
-def weigh_tenant(name: str, weight: NEW_WEIGHT, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+def weigh_tenant(
+    name: str, weight: NEW_WEIGHT, url: URL = None, key: KEY = None, as_json: JSON = False
+) -> None:
     """Set a tenant's weight, in force at once: with 3 it gets three times what a tenant with 1 gets."""
     show(connect(url, key).update_tenant(name, weight=weight), as_json, COLUMNS)
 

@@ -14,32 +14,63 @@ from manylora.cli.table import show
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
-EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s", "key", "request_id")
+EVENT = (
+    "at",
+    "tenant",
+    "adapter",
+    "version",
+    "status",
+    *SUMS[1:],
+    "duration_s",
+    "key",
+    "request_id",
+)
 
-By = Annotated[str, typer.Option(help="Columns to sum up by: tenant, adapter, version, key, status; with commas.")]
-Start = Annotated[
-    str | None, typer.Option(help="First time, as 2026-11-01 or 2026-11-01T08:00Z. [default: 30 days ago]")
+By = Annotated[
+    str,
+    typer.Option(help="Columns to sum up by: tenant, adapter, version, key, status; with commas."),
 ]
-Zone = Annotated[str | None, typer.Option(help="Time zone of days and of times without offset, as Europe/Berlin.")]
-Top = Annotated[int | None, typer.Option(help="Only so many groups, the largest; all others are one row per bucket.")]
-Adapters = Annotated[list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat for more.")]
+Start = Annotated[
+    str | None,
+    typer.Option(help="First time, as 2026-11-01 or 2026-11-01T08:00Z. [default: 30 days ago]"),
+]
+Zone = Annotated[
+    str | None,
+    typer.Option(help="Time zone of days and of times without offset, as Europe/Berlin."),
+]
+Top = Annotated[
+    int | None,
+    typer.Option(help="Only so many groups, the largest; all others are one row per bucket."),
+]
+Adapters = Annotated[
+    list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat for more.")
+]
 
 
 def usage(  # noqa: PLR0913 - one parameter per option
     by: By = "tenant,adapter",
-    bucket: Annotated[str | None, typer.Option(help="A row for each minute, hour or day: 1m, 1h or 1d.")] = None,
+    bucket: Annotated[
+        str | None, typer.Option(help="A row for each minute, hour or day: 1m, 1h or 1d.")
+    ] = None,
     start: Start = None,
-    end: Annotated[str | None, typer.Option(help="Time after the last, of the same form. [default: now]")] = None,
+    end: Annotated[
+        str | None, typer.Option(help="Time after the last, of the same form. [default: now]")
+    ] = None,
     tz: Zone = None,
     top: Top = None,
     adapter: Adapters = None,
     status: Annotated[
         list[str] | None,
-        typer.Option(help="Only requests that ended so: stop, length, aborted, error or interrupted; repeat for more."),
+        typer.Option(
+            help="Only requests that ended so: stop, length, aborted, error or interrupted; repeat for more."
+        ),
     ] = None,
     events: Annotated[
         bool,
-        typer.Option("--events", help="List single requests instead of sums; without --by, --bucket, --tz and --top."),
+        typer.Option(
+            "--events",
+            help="List single requests instead of sums; without --by, --bucket, --tz and --top.",
+        ),
     ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     tenant: TENANT = None,
@@ -49,7 +80,13 @@ def usage(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Sum up requests and tokens by tenant, adapter and other columns."""
     client = connect(url, key, tenant)
-    filters: dict[str, Any] = {"events": events, "start": start, "end": end, "adapter": adapter, "status": status}
+    filters: dict[str, Any] = {
+        "events": events,
+        "start": start,
+        "end": end,
+        "adapter": adapter,
+        "status": status,
+    }
     if not events:
         filters |= {"group_by": by, "bucket": bucket, "tz": tz, "top": top}
     if as_csv:
@@ -60,11 +97,17 @@ def usage(  # noqa: PLR0913 - one parameter per option
     if events:
         show(body, as_json, EVENT)
         return
-    groups = [name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")]
+    groups = [
+        name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")
+    ]
     if not as_json:
         body["data"] = [_readable(row, groups, tz) for row in body["data"]]
     sums = [*SUMS, *(("cost",) if "currency" in body else ())]
-    show(body, as_json, [*(("start",) if bucket else ()), *groups, *(("other",) if top else ()), *sums])
+    show(
+        body,
+        as_json,
+        [*(("start",) if bucket else ()), *groups, *(("other",) if top else ()), *sums],
+    )
     if not as_json:
         totals = "  ".join(f"{name} {body['totals'][name]}" for name in sums)
         typer.echo(f"total {totals} {body.get('currency', '')}".rstrip())
@@ -77,5 +120,9 @@ def _readable(row: dict[str, Any], groups: Sequence[str], tz: str | None) -> dic
         if name in words and row.get(name) is None:
             row[name] = words[name]
     if tz:
-        row["start"] = datetime.fromisoformat(row["start"]).astimezone(ZoneInfo(tz)).isoformat(timespec="minutes")
+        row["start"] = (
+            datetime.fromisoformat(row["start"])
+            .astimezone(ZoneInfo(tz))
+            .isoformat(timespec="minutes")
+        )
     return row

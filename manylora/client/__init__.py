@@ -58,19 +58,32 @@ class Client:
     """
 
     def __init__(
-        self, url: str | None = None, key: str | None = None, tenant: str | None = None, *, timeout_s: float = TIMEOUT_S
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        tenant: str | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         variables = environment()
-        self.url = (url or variables.get("MANYLORA_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
+        self.url = (
+            (url or variables.get("MANYLORA_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
+        )
         self.key = key or variables.get("MANYLORA_KEY") or None
         self.tenant = tenant
         if self.key and not (self.key.isascii() and self.key.isprintable()):
             hint = "Pass it as it was shown, as key= or in MANYLORA_KEY."
-            raise ClientError("The API key must be printable ASCII.", code="invalid_api_key", hint=hint)
+            raise ClientError(
+                "The API key must be printable ASCII.", code="invalid_api_key", hint=hint
+            )
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            is_far = not is_loopback(httpx.URL(self.url).host)  # else no proxy of the environment leads there
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=is_far)
+            is_far = not is_loopback(
+                httpx.URL(self.url).host
+            )  # else no proxy of the environment leads there
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout_s, trust_env=is_far
+            )
         except httpx.InvalidURL as error:
             raise unreachable(self.url, error) from error
         weakref.finalize(self, self._http.close)
@@ -98,7 +111,11 @@ class Client:
             The parsed body; empty where there is none.
         """
         answer = self._answer(method, path, **content)
-        return {} if answer.status_code == httpx.codes.NO_CONTENT else json_object(self.url, answer.content)
+        return (
+            {}
+            if answer.status_code == httpx.codes.NO_CONTENT
+            else json_object(self.url, answer.content)
+        )
 
     def me(self) -> Json:
         """Describe the key: role, tenant, scopes, limits and what is used of them."""
@@ -126,7 +143,10 @@ class Client:
 
         Each event has a name: `message` with a body of `engine()`, or `engine_error` with the body of an error.
         """
-        timeout, params = httpx.Timeout(CONNECT_S, read=SILENCE_S), {"server": server} if server else None
+        timeout, params = (
+            httpx.Timeout(CONNECT_S, read=SILENCE_S),
+            {"server": server} if server else None,
+        )
         stream = self._http.stream("GET", "/v1/engine/events", params=params, timeout=timeout)
         with self._failures(), stream as answer:
             if not answer.is_success:
@@ -144,14 +164,18 @@ class Client:
 
     def audit(self, limit: int = 50) -> list[Json]:
         """List the last changes, newest first, of all tenants or the client's `tenant`; needs the admin key."""
-        return field(self.url, self.request("GET", "/v1/audit", params={"limit": limit}), "data", list)
+        return field(
+            self.url, self.request("GET", "/v1/audit", params={"limit": limit}), "data", list
+        )
 
     def create_tenant(
         self, name: str, limits: Mapping[str, int | None] | None = None, weight: float | None = None
     ) -> Json:
         """Create a tenant. A limit that is not given is the server's default; None is no limit."""
         body = {"name": name, "limits": limits or {}}
-        return self.request("POST", "/v1/tenants", json=body if weight is None else {**body, "weight": weight})
+        return self.request(
+            "POST", "/v1/tenants", json=body if weight is None else {**body, "weight": weight}
+        )
 
     def list_tenants(self) -> list[Json]:
         """List all tenants."""
@@ -170,7 +194,9 @@ class Client:
 
         Reads all limits, then writes all of them. If two clients do this at the same time, one change may be lost.
         """
-        return self.update_tenant(name, limits={**field(self.url, self.get_tenant(name), "limits", dict), **limits})
+        return self.update_tenant(
+            name, limits={**field(self.url, self.get_tenant(name), "limits", dict), **limits}
+        )
 
     def delete_tenant(self, name: str) -> None:
         """Delete a tenant with its keys and adapters; its usage stays."""
@@ -216,12 +242,18 @@ class Client:
             The adapter, and as `is_new` whether its bytes are a new version.
         """
         files = files_of(Path(path))
-        draft = {"name": name or files[CONFIG].resolve().parent.name, "description": description, "activate": activate}
+        draft = {
+            "name": name or files[CONFIG].resolve().parent.name,
+            "description": description,
+            "activate": activate,
+        }
         announced = described(files)
         upload = None if idempotency_key else self._begun(draft, announced)
         if upload is None:
             headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
-            upload = self.request("POST", "/v1/uploads", json={**draft, "files": announced}, headers=headers)
+            upload = self.request(
+                "POST", "/v1/uploads", json={**draft, "files": announced}, headers=headers
+            )
         place = _path("uploads", field(self.url, upload, "id", str))
         for each, file in files.items():
             self._patiently(self._send, place, each, file, progress or (lambda *_: None))
@@ -257,10 +289,15 @@ class Client:
             The adapter, and as `is_new` whether its bytes are a new version.
         """
         written, body = checkpoint_bytes(weights, config)
-        headers = {"x-manylora-adapter-config": b64encode(written).decode(), "content-type": "application/octet-stream"}
+        headers = {
+            "x-manylora-adapter-config": b64encode(written).decode(),
+            "content-type": "application/octet-stream",
+        }
         flags = {"ephemeral": True, "keep": keep, "ttl_s": ttl_s, "activate": activate}
         place = f"{_path('adapters', name)}/versions:push"
-        return self._published(self._answer("PUT", place, content=body, headers=headers, params=flags))
+        return self._published(
+            self._answer("PUT", place, content=body, headers=headers, params=flags)
+        )
 
     def list_adapters(self) -> list[Json]:
         """List the tenant's adapters; with the admin key and no tenant those of all tenants."""
@@ -297,7 +334,9 @@ class Client:
 
     def withdraw_grant(self, name: str, grantee: str, version: int | None = None) -> None:
         """Take a grant back."""
-        self.request("DELETE", _path("adapters", name, "grants", grantee), params={"version": version})
+        self.request(
+            "DELETE", _path("adapters", name, "grants", grantee), params={"version": version}
+        )
 
     def fit(self, adapters: Sequence[str] = (), ranks: Sequence[Mapping[str, Any]] = ()) -> Json:
         """Tell whether adapters fit on the device at once, and how much KV cache is left then.
@@ -306,7 +345,9 @@ class Client:
             adapters: Names of uploaded adapters.
             ranks: Planned ones, as `{"rank": 16, "target_modules": "all-linear", "count": 10}`.
         """
-        return self.request("POST", "/v1/adapters:fit", json={"adapters": [*adapters], "ranks": [*ranks]})
+        return self.request(
+            "POST", "/v1/adapters:fit", json={"adapters": [*adapters], "ranks": [*ranks]}
+        )
 
     def usage(self, *, events: bool = False, **filters: Any) -> Json:  # noqa: ANN401 - parameters of the route
         """Sum up usage, or list its events; the rows are in `data`.
@@ -333,7 +374,9 @@ class Client:
 
     def _answer(self, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
         if not path.startswith("/") or path.startswith("//"):
-            raise ClientError(f"A path starts with one slash, as /v1/me; got {path!r}.", code="invalid_path")
+            raise ClientError(
+                f"A path starts with one slash, as /v1/me; got {path!r}.", code="invalid_path"
+            )
         params = {"tenant": self.tenant, **content.pop("params", {})}
         given = {name: value for name, value in params.items() if value is not None}
         with self._failures():
@@ -375,7 +418,10 @@ class Client:
         wanted = {**draft, "state": "uploading"}
         for upload in self._list("/v1/uploads"):
             sent = field(self.url, upload, "files", dict)
-            is_same = all(field(self.url, sent, name, dict).items() >= file.items() for name, file in files.items())
+            is_same = all(
+                field(self.url, sent, name, dict).items() >= file.items()
+                for name, file in files.items()
+            )
             if is_same and upload.items() >= wanted.items():
                 return upload
         return None
@@ -383,15 +429,31 @@ class Client:
     def _send(self, place: str, name: str, file: Path, progress: Progress) -> None:
         """Send what the server lacks of a file. An upload that has ended takes no more bytes."""
         upload, size = self.request("GET", place), file.stat().st_size
-        start = field(self.url, field(self.url, field(self.url, upload, "files", dict), name, dict), "received", int)
+        start = field(
+            self.url,
+            field(self.url, field(self.url, upload, "files", dict), name, dict),
+            "received",
+            int,
+        )
         progress(file, start, size)
         if upload.get("state") == "uploading" and name in field(self.url, upload, "missing", list):
-            headers = {"content-range": f"bytes {start}-{size - 1}/{size}", "content-length": str(size - start)}
-            self.request("PUT", f"{place}/files/{name}", content=pieces(file, start, size, progress), headers=headers)
+            headers = {
+                "content-range": f"bytes {start}-{size - 1}/{size}",
+                "content-length": str(size - start),
+            }
+            self.request(
+                "PUT",
+                f"{place}/files/{name}",
+                content=pieces(file, start, size, progress),
+                headers=headers,
+            )
 
     def _published(self, answer: httpx.Response) -> Json:
         """The adapter, and whether the bytes that were sent are a new version of it."""
-        return {**json_object(self.url, answer.content), "is_new": answer.status_code == httpx.codes.CREATED}
+        return {
+            **json_object(self.url, answer.content),
+            "is_new": answer.status_code == httpx.codes.CREATED,
+        }
 
     def _patiently(self, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the call returns
         """Make a call again where the connection broke or the server is busy."""
@@ -408,7 +470,9 @@ class Client:
         if last.code != "unreachable":
             raise last
         message = f"The connection broke {len(PAUSES_S)} times: {last.message}"
-        raise ClientError(message, code="upload.interrupted", hint="Push again to continue this upload.") from last
+        raise ClientError(
+            message, code="upload.interrupted", hint="Push again to continue this upload."
+        ) from last
 
 
 def _path(*parts: str) -> str:

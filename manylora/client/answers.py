@@ -39,33 +39,56 @@ def refusal(answer: httpx.Response, key: str | None) -> ClientError:
     hint = "Set key= or MANYLORA_KEY." if status == httpx.codes.UNAUTHORIZED and not key else ""
     try:
         error = answer.json()["error"]
-        message, code, param = str(error["message"]), str(error["code"] or "not_manylora"), error.get("param")
+        message, code, param = (
+            str(error["message"]),
+            str(error["code"] or "not_manylora"),
+            error.get("param"),
+        )
         findings = list(error.get("findings") or ())
         if findings:
             hint = findings[0]["hint"]
             message = message.removesuffix(hint).rstrip()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        message, code, param, findings = f"The server at {answer.url} answered {status}.", "not_manylora", None, []
+        message, code, param, findings = (
+            f"The server at {answer.url} answered {status}.",
+            "not_manylora",
+            None,
+            [],
+        )
         hint = "Is it Manylora? Set url= or MANYLORA_URL."
         if answer.has_redirect_location:
             message = f"{message} It names another address: {answer.headers['location']}."
             hint = "Use this address: set url= or MANYLORA_URL."
     return ClientError(
-        message, code=code, param=param, hint=hint, status=status, findings=findings, retry_after_s=wait_s
+        message,
+        code=code,
+        param=param,
+        hint=hint,
+        status=status,
+        findings=findings,
+        retry_after_s=wait_s,
     )
 
 
 def unreachable(url: str, error: Exception) -> ClientError:
     """The error for a server that does not answer, or has a certificate that is not trusted."""
-    message, code = f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}.", "unreachable"
+    message, code = (
+        f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}.",
+        "unreachable",
+    )
     hint = "Is `manylora serve` running there? Set url= or MANYLORA_URL."
     if "CERTIFICATE_VERIFY_FAILED" in message:
-        code, hint = "untrusted_certificate", "Check the address. For an authority of your own, set SSL_CERT_FILE."
+        code, hint = (
+            "untrusted_certificate",
+            "Check the address. For an authority of your own, set SSL_CERT_FILE.",
+        )
     return ClientError(message, code=code, hint=hint)
 
 
 def not_manylora(url: str) -> ClientError:
     """The error for a server that answers something else than Manylora does."""
     return ClientError(
-        f"What answers at {url} is no Manylora server.", code="not_manylora", hint="Set url= or MANYLORA_URL."
+        f"What answers at {url} is no Manylora server.",
+        code="not_manylora",
+        hint="Set url= or MANYLORA_URL.",
     )

@@ -41,7 +41,10 @@ def described(files: Mapping[str, Path]) -> dict[str, Any]:
         ClientError: One cannot be read.
     """
     try:
-        return {name: {"size": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()}
+        return {
+            name: {"size": file.stat().st_size, "sha256": _sha256(file)}
+            for name, file in files.items()
+        }
     except OSError as error:
         raise _unreadable(error) from error
 
@@ -79,11 +82,15 @@ def _config_bytes(config: bytes | Mapping[str, Any] | Any) -> bytes:  # noqa: AN
         return config
     fields = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(fields, Mapping):
-        raise ClientError("Give the adapter's config: PEFT's LoraConfig, or its fields.", code="config_missing")
+        raise ClientError(
+            "Give the adapter's config: PEFT's LoraConfig, or its fields.", code="config_missing"
+        )
     try:
         return json.dumps(dict(fields), default=_plain).encode()
     except TypeError as error:
-        raise ClientError(f"The adapter's config cannot be written as JSON: {error}.", code="config_invalid") from error
+        raise ClientError(
+            f"The adapter's config cannot be written as JSON: {error}.", code="config_invalid"
+        ) from error
 
 
 def _tensor_bytes(tensors: Mapping[str, Any]) -> bytes:
@@ -108,4 +115,6 @@ def _sha256(file: Path) -> str:
 
 
 def _unreadable(error: OSError) -> ClientError:
-    return ClientError(f"{error.filename} cannot be read: {error.strerror}.", code="file_unreadable")
+    return ClientError(
+        f"{error.filename} cannot be read: {error.strerror}.", code="file_unreadable"
+    )

@@ -8,7 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +23,13 @@ from typing import Any
 from sqlalchemy import URL, Engine, Executable, make_url, text
 from sqlalchemy.dialects import postgresql as postgresql_dialect
 from sqlalchemy.dialects import sqlite as sqlite_dialect
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
@@ -86,7 +98,9 @@ class Database:
         self._reads: dict[asyncio.Future[None], asyncio.Task[object] | None] = {}
         """The reads under way: a future for the end of each, and its task."""
         self._read_sessions = async_sessionmaker(engine, expire_on_commit=False)
-        self._write_sessions = async_sessionmaker(engine.execution_options(**_WRITER), expire_on_commit=False)
+        self._write_sessions = async_sessionmaker(
+            engine.execution_options(**_WRITER), expire_on_commit=False
+        )
 
     @classmethod
     async def open(cls, url: str | None, data_dir: Path) -> Database:
@@ -107,13 +121,19 @@ class Database:
             revisions = await _upgrade(engine)
         except DBAPIError as error:
             await engine.dispose()
-            await asyncio.sleep(RETRY_MS / 1000)  # aiosqlite's thread still tells this loop that it ends
-            message = f"registry.database_url names a database that cannot be used: {_reason(error)}"
+            await asyncio.sleep(
+                RETRY_MS / 1000
+            )  # aiosqlite's thread still tells this loop that it ends
+            message = (
+                f"registry.database_url names a database that cannot be used: {_reason(error)}"
+            )
             raise ConfigError(message, param="registry.database_url") from error
         except BaseException:
             await engine.dispose()
             raise
-        return cls(engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions, file)
+        return cls(
+            engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions, file
+        )
 
     def share(self, turns: Turns) -> None:
         """Let those who wait for the database take turns, instead of in order of arrival."""
@@ -123,7 +143,11 @@ class Database:
 
     async def close(self) -> None:
         """Wait up to `CLOSE_S` seconds for the reads under way, and close all connections."""
-        reads = {end: task for end, task in self._reads.items() if task not in (None, asyncio.current_task())}
+        reads = {
+            end: task
+            for end, task in self._reads.items()
+            if task not in (None, asyncio.current_task())
+        }
         if reads:
             _, slow = await asyncio.wait(reads, timeout=CLOSE_S)
             tasks = {task for end in slow if (task := reads[end]) is not None}
@@ -188,7 +212,9 @@ class Database:
             finally:
                 _is_reading.set(False)
 
-    async def rows(self, statement: Executable, values: Mapping[str, object] | None = None) -> Sequence[Any]:
+    async def rows(
+        self, statement: Executable, values: Mapping[str, object] | None = None
+    ) -> Sequence[Any]:
         """The rows of one statement, with these values for its parameters.
 
         Raises:
@@ -197,9 +223,13 @@ class Database:
         async with self.read() as session:  # it takes a connection only when it is used
             if self._reader is None:
                 return (await session.execute(statement, values)).all()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._rows_now, statement, values)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._rows_now, statement, values
+            )
 
-    def _rows_now(self, statement: Executable, values: Mapping[str, object] | None) -> Sequence[Any]:
+    def _rows_now(
+        self, statement: Executable, values: Mapping[str, object] | None
+    ) -> Sequence[Any]:
         with Session(self._reader) as session:
             return session.execute(statement, values).all()
 
@@ -213,7 +243,11 @@ class Database:
         """
         self.check_file()
         with _own_errors():
-            async with turn(self._turns.writer()), self._write_sessions() as session, session.begin():
+            async with (
+                turn(self._turns.writer()),
+                self._write_sessions() as session,
+                session.begin(),
+            ):
                 await session.connection()
                 yield session
         await self.look_for_file()
@@ -259,7 +293,10 @@ def database_url(url: str | None, data_dir: Path) -> URL:
     )
 
 
-def insert_into(session: AsyncSession, table: Any) -> postgresql_dialect.Insert | sqlite_dialect.Insert:  # noqa: ANN401 - a table or its class
+def insert_into(
+    session: AsyncSession,
+    table: Any,  # noqa: ANN401 - a table or its class
+) -> postgresql_dialect.Insert | sqlite_dialect.Insert:
     """INSERT of the database's own dialect, which has ON CONFLICT."""
     if session.get_bind().dialect.name == "postgresql":
         return postgresql_dialect.insert(table)

@@ -11,7 +11,13 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 import sqlalchemy as sa
-from sqlalchemy.orm import DeclarativeBase, Mapped, MappedSQLExpression, column_property, mapped_column
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    MappedSQLExpression,
+    column_property,
+    mapped_column,
+)
 
 from manylora.registry.db.clock import from_micros, to_micros
 
@@ -87,7 +93,9 @@ class KeyRow(Base):
     __tablename__ = "api_keys"
 
     id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    tenant_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
+    )
     tenant: Mapped[str] = _tenant_name(tenant_id)
     name: Mapped[str | None] = mapped_column(sa.String(255))
     prefix: Mapped[str] = mapped_column(sa.String(32), unique=True)
@@ -144,7 +152,9 @@ class VersionRow(Base):
     __tablename__ = "adapter_versions"
     __table_args__ = (sa.UniqueConstraint("adapter_id", "digest"),)
 
-    adapter_id: Mapped[str] = mapped_column(sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True
+    )
     version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
     digest: Mapped[str] = mapped_column(sa.String(71), index=True)
     weights_sha256: Mapped[str] = mapped_column(sa.String(64), index=True)
@@ -171,7 +181,9 @@ class AliasRow(Base):
     __tablename__ = "adapter_aliases"
     __table_args__ = (
         sa.ForeignKeyConstraint(
-            ["adapter_id", "version"], ["adapter_versions.adapter_id", "adapter_versions.version"], ondelete="CASCADE"
+            ["adapter_id", "version"],
+            ["adapter_versions.adapter_id", "adapter_versions.version"],
+            ondelete="CASCADE",
         ),
     )
 
@@ -187,12 +199,16 @@ class GrantRow(Base):
 
     __tablename__ = "adapter_grants"
 
-    adapter_id: Mapped[str] = mapped_column(sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True
+    )
     tenant_id: Mapped[str] = mapped_column(
         sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True
     )
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False, server_default="0")
+    version: Mapped[int] = mapped_column(
+        sa.Integer, primary_key=True, autoincrement=False, server_default="0"
+    )
     """0 means every version."""
     created_at: Mapped[datetime]
 
@@ -203,7 +219,9 @@ class UploadRow(Base):
     __tablename__ = "uploads"
 
     id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    tenant_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
+    )
     tenant: Mapped[str] = _tenant_name(tenant_id)
     key_id: Mapped[str] = mapped_column(sa.String(64))
     name: Mapped[str] = mapped_column(sa.String(63))
@@ -258,7 +276,9 @@ class _OfHour:
     """The hour's first microsecond."""
     tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
     adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
-    adapter_version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, sort_order=-1, autoincrement=False)
+    adapter_version: Mapped[int] = mapped_column(
+        sa.Integer, primary_key=True, sort_order=-1, autoincrement=False
+    )
     key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
     tenant: Mapped[str] = mapped_column(sa.String(63))
     adapter: Mapped[str] = mapped_column(sa.String(127))
@@ -281,7 +301,9 @@ class UsageRollupRow(_OfHour, _Sums, Base):
     __tablename__ = "usage_rollups"
 
     status: Mapped[str] = mapped_column(_ordered(64), primary_key=True, server_default="")
-    service_class: Mapped[str] = mapped_column(_ordered(16), primary_key=True, server_default="interactive")
+    service_class: Mapped[str] = mapped_column(
+        _ordered(16), primary_key=True, server_default="interactive"
+    )
 
 
 class UsageLatencyRow(_OfHour, Base):
@@ -357,7 +379,9 @@ class IdempotencyRow(Base):
 
     __tablename__ = "idempotency_keys"
 
-    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True
+    )
     key: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
     body_digest: Mapped[str] = mapped_column(sa.String(64))
     status: Mapped[int] = mapped_column(sa.Integer)
@@ -370,7 +394,9 @@ class AuditRow(Base):
 
     __tablename__ = "audit_log"
 
-    id: Mapped[int] = mapped_column(sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True)
+    id: Mapped[int] = mapped_column(
+        sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True
+    )
     at: Mapped[datetime]
     actor: Mapped[str] = mapped_column(sa.String(64))
     """A key id, or `admin`."""
@@ -389,7 +415,9 @@ class FileRow(Base):
     __tablename__ = "files"
 
     id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    tenant_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
+    )
     filename: Mapped[str] = mapped_column(sa.String(255))
     purpose: Mapped[str] = mapped_column(sa.String(16))
     """batch or batch_output."""
@@ -405,7 +433,9 @@ class BatchRow(Base):
     __tablename__ = "batches"
 
     id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    tenant_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
+    )
     key_id: Mapped[str] = mapped_column(sa.String(64))
     """The key that made it, for which its lines run; empty for the admin key."""
     endpoint: Mapped[str] = mapped_column(sa.String(64))

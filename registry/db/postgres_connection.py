@@ -26,7 +26,9 @@ ResultT = TypeVar("ResultT")
 class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
     """Closes itself when an answer does not come in time, or when the caller stops waiting for it."""
 
-    async def wait(self, gen: PQGen[ResultT], interval: float = POLL_S, *_: object, **__: object) -> ResultT:
+    async def wait(
+        self, gen: PQGen[ResultT], interval: float = POLL_S, *_: object, **__: object
+    ) -> ResultT:
         """One exchange with the server; the driver makes all exchanges through this method.
 
         Raises:

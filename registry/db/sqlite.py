@@ -97,7 +97,8 @@ class DatabaseFile:
         """
         if self._is_lost:
             message = (
-                "The database's file was deleted or replaced while the server runs; its operator must put it back."
+                "The database's file was deleted or replaced while the server runs; "
+                "its operator must put it back."
             )
             raise CapacityError(message, retry_after_s=5.0, code=LOST)
 
@@ -123,7 +124,9 @@ class _Connection(sqlite3.Connection):
 
     def close(self) -> None:
         """Roll back, and close."""
-        with suppress(sqlite3.Error):  # closing ends the transaction of a file that cannot be read any more
+        with suppress(
+            sqlite3.Error
+        ):  # closing ends the transaction of a file that cannot be read any more
             self.rollback()
         super().close()
 

@@ -61,7 +61,9 @@ class Buckets:
     @property
     def have_whole_hours(self) -> bool:
         """Whether any hour of UTC lies in one bucket only."""
-        return self.bucket != "1m" and not (self.bucket == "1h" and all(offset for _, offset in self.pieces))
+        return self.bucket != "1m" and not (
+            self.bucket == "1h" and all(offset for _, offset in self.pieces)
+        )
 
     @property
     def cut_hours(self) -> bool:
@@ -94,7 +96,10 @@ class Buckets:
         return datetime.combine(day, time(), self.zone).astimezone(UTC)
 
     def _offset(self, at: ColumnElement[int]) -> ColumnElement[int]:
-        whens = [(at >= begin, literal(offset, BigInteger)) for begin, offset in reversed(self.pieces[1:])]
+        whens = [
+            (at >= begin, literal(offset, BigInteger))
+            for begin, offset in reversed(self.pieces[1:])
+        ]
         first = literal(self.pieces[0][1], BigInteger)
         return case(*whens, else_=first) if whens else first
 
@@ -103,12 +108,17 @@ def _pieces(zone: ZoneInfo, first: int, last: int) -> Iterator[tuple[int, int]]:
     """The times of constant offset: begin and offset, both in microseconds."""
 
     def offset(micros: int) -> int:
-        return (from_micros(micros).astimezone(zone).utcoffset() or timedelta()) // timedelta(microseconds=1)
+        return (from_micros(micros).astimezone(zone).utcoffset() or timedelta()) // timedelta(
+            microseconds=1
+        )
 
     now = offset(first)
     yield first, now
     for day in range(first, last, DAY_US):  # no zone ever changed twice within six days
         then = offset(day + DAY_US)
         if then != now:
-            yield day + bisect_left(range(DAY_US), True, key=lambda us: offset(day + us) == then), then
+            yield (
+                day + bisect_left(range(DAY_US), True, key=lambda us: offset(day + us) == then),
+                then,
+            )
         now = then

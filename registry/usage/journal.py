@@ -153,7 +153,9 @@ class JournalFiles:
             lock_fd = _lock(self._folder)
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
-            _logger.error("usage journal: %s was deleted or replaced, and is made again", self._folder)
+            _logger.error(
+                "usage journal: %s was deleted or replaced, and is made again", self._folder
+            )
         if self._fd is None or _is_at(self._fd, self._path):
             return
         lost, lost_path, lost_size = self._fd, self._path, self._size
@@ -252,7 +254,9 @@ class Journal:
             CapacityError: The journal was closed; code storage.unavailable.
         """
         if self._is_closed:
-            raise CapacityError("The usage journal is closed: the server is stopping.", code="storage.unavailable")
+            raise CapacityError(
+                "The usage journal is closed: the server is stopping.", code="storage.unavailable"
+            )
         self._lines += [encode_line(payload) for payload in payloads]
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all_groups())
@@ -305,7 +309,9 @@ class Journal:
 
     def _note_trouble(self, error: OSError) -> None:
         if self._trouble is None:
-            _logger.error("usage journal: cannot be written, so that requests are refused: %s", error)
+            _logger.error(
+                "usage journal: cannot be written, so that requests are refused: %s", error
+            )
             self._prober = asyncio.create_task(self._probe(), name="manylora-journal-probe")
         self._trouble = error
 
@@ -331,8 +337,12 @@ class Journal:
 
 def _refusal(error: OSError) -> CapacityError:
     if error.errno in _FULL:
-        return CapacityError("The disk that holds the usage journal is full; free some space.", code="storage.full")
-    return CapacityError("The usage journal cannot be written now; try again.", code="storage.unavailable")
+        return CapacityError(
+            "The disk that holds the usage journal is full; free some space.", code="storage.full"
+        )
+    return CapacityError(
+        "The usage journal cannot be written now; try again.", code="storage.unavailable"
+    )
 
 
 def _lock(folder: Path) -> int:

@@ -26,7 +26,9 @@ from manylora.registry.usage.query import adapter_label, check_query, group_colu
 
 LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
 PER_DECADE = 20
-BOUNDS_S = tuple(round(0.001 * 10 ** (number / PER_DECADE), 9) for number in range(6 * PER_DECADE + 1))
+BOUNDS_S = tuple(
+    round(0.001 * 10 ** (number / PER_DECADE), 9) for number in range(6 * PER_DECADE + 1)
+)
 """From 1 ms to 1000 s. Bin n is from bound n - 1 to below bound n; bin 0 is below all bounds, the last bin above them.
 Stored counts mean these bins: changing them needs a migration."""
 NO_TOKEN = -1
@@ -76,7 +78,9 @@ def _row(query: UsageQuery, counted: Sequence[RowMapping], start: int, end: int)
     return LatencyRow(
         start=from_micros(start),
         end=from_micros(end),
-        tenant=(min(each["tenant"] for each in counted) or None) if "tenant" in query.group_by else None,
+        tenant=(min(each["tenant"] for each in counted) or None)
+        if "tenant" in query.group_by
+        else None,
         adapter=(min(each["adapter"] for each in counted) or None) if by_adapter else None,
         version=ids.get("adapter_version") or None,
         key_id=ids.get("key_id") or None,
@@ -87,7 +91,9 @@ def _row(query: UsageQuery, counted: Sequence[RowMapping], start: int, end: int)
 def _figures(counted: Sequence[RowMapping]) -> dict[str, Any]:
     states, bins = Counter[str](), Counter[int]()
     for each in counted:
-        states[each["adapter_state"] if each["adapter_state"] in STATES else "unknown"] += each["requests"]
+        states[each["adapter_state"] if each["adapter_state"] in STATES else "unknown"] += each[
+            "requests"
+        ]
         bins[each["bin"]] += each["requests"]
     placed = sum(states[place] for place in PLACES)
     times = {percent: percentile(bins, percent) for percent in PERCENTS}
@@ -95,7 +101,10 @@ def _figures(counted: Sequence[RowMapping]) -> dict[str, Any]:
         "requests": states.total(),
         "states": {state: states[state] for state in STATES},
         "hit_rate": states["device"] / placed if placed else None,
-        "ttft_s": {f"p{percent}": seconds for percent, seconds in times.items() if seconds is not None} or None,
+        "ttft_s": {
+            f"p{percent}": seconds for percent, seconds in times.items() if seconds is not None
+        }
+        or None,
     }
 
 
@@ -135,7 +144,10 @@ def percentile(counts: Mapping[int, int], percent: int) -> float | None:
         percent: 1 to 100.
     """
     bins = sorted(number for number, count in counts.items() if number != NO_TOKEN and count)
-    wanted, before = sum(counts[number] for number in bins) * percent, 0  # in hundredths, no float decides
+    wanted, before = (
+        sum(counts[number] for number in bins) * percent,
+        0,
+    )  # in hundredths, no float decides
     for number in bins:
         count = counts[number] * 100
         if before + count >= wanted:

@@ -26,7 +26,14 @@ from manylora.errors import CapacityError
 from manylora.registry.db.clock import Clock, to_micros, utc_now
 from manylora.registry.db.database import Database, turn
 from manylora.registry.db.sqlite import LOST
-from manylora.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
+from manylora.registry.records import (
+    AdapterUsage,
+    LatencyReport,
+    Page,
+    UsageEvent,
+    UsageQuery,
+    UsageReport,
+)
 from manylora.registry.usage import latency
 from manylora.registry.usage import query as usage_query
 from manylora.registry.usage import write as usage
@@ -101,7 +108,9 @@ class UsageLedger:
             await self.journal.close()
             raise
         if marks:
-            self._biller = asyncio.create_task(self._bill_later(marks, grace_s), name="manylora-usage-biller")
+            self._biller = asyncio.create_task(
+                self._bill_later(marks, grace_s), name="manylora-usage-biller"
+            )
         self._mover = asyncio.create_task(self._move_forever(), name="manylora-usage-mover")
         self._watcher = asyncio.create_task(self._watch_file(), name="manylora-database-file")
 
@@ -177,9 +186,14 @@ class UsageLedger:
                 # One file at a time: after a long outage all files may not fit into memory.
                 for path in await self.journal.seal():
                     try:
-                        entries, num_damaged = await asyncio.to_thread(read_lines, path, _decoder.decode)
+                        entries, num_damaged = await asyncio.to_thread(
+                            read_lines, path, _decoder.decode
+                        )
                     except FileNotFoundError:
-                        _logger.error("usage journal: %s was deleted before it was moved; its usage is lost", path)  # noqa: TRY400
+                        message = (
+                            "usage journal: %s was deleted before it was moved; its usage is lost"
+                        )
+                        _logger.error(message, path)  # noqa: TRY400
                         await self.journal.discard(path, is_damaged=False)
                         continue
                     await self._insert(entry.event for entry in entries if entry.kind == "final")
@@ -189,7 +203,9 @@ class UsageLedger:
                         await self._discard(path, num_damaged)
                 await self._bill_unwritten()
             except OSError as error:
-                raise CapacityError("The usage journal cannot be read now.", code="storage.unavailable") from error
+                raise CapacityError(
+                    "The usage journal cannot be read now.", code="storage.unavailable"
+                ) from error
             self._sealed_since = None
             self._last_good_flush = this
 
@@ -225,7 +241,9 @@ class UsageLedger:
         async with self.database.read() as session:
             return await usage.summary(session, adapter_ids)
 
-    async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
+    async def tokens(
+        self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()
+    ) -> int:
         """Tokens billed to a tenant or a key, with the latest events.
 
         Args:
@@ -266,7 +284,10 @@ class UsageLedger:
     @property
     def unmoved_since(self) -> float:
         """Monotonic second of the oldest event that is not in the database; infinite if there is none."""
-        return min((moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None), default=inf)
+        return min(
+            (moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None),
+            default=inf,
+        )
 
     def lag_s(self) -> float:
         """Age in seconds of the oldest event that is not in the database; 0 if there is none."""
@@ -308,7 +329,10 @@ class UsageLedger:
             await self._insert(ends)
             num_ends += len(ends)
             for event in (entry.event for entry in entries if entry.kind == "mark"):
-                if event.id not in marks or marks[event.id].completion_tokens <= event.completion_tokens:
+                if (
+                    event.id not in marks
+                    or marks[event.id].completion_tokens <= event.completion_tokens
+                ):
                     marks[event.id] = event
             for event in ends:
                 marks.pop(event.id, None)
@@ -317,11 +341,15 @@ class UsageLedger:
             await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
         elif marks:
             self._open_marks.update(marks)
-            await self.journal.append(*(_encoder.encode(_Entry("mark", mark)) for mark in marks.values()))
+            await self.journal.append(
+                *(_encoder.encode(_Entry("mark", mark)) for mark in marks.values())
+            )
         for path, num_damaged in damaged.items():
             await self._discard(path, num_damaged)
         if damaged:
-            _logger.info("usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks))
+            _logger.info(
+                "usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks)
+            )
         return [] if bills_marks else list(marks)
 
     async def _bill_later(self, ids: Collection[str], grace_s: float) -> None:
@@ -333,7 +361,10 @@ class UsageLedger:
     async def _carry_marks(self, entries: Iterable[_Entry]) -> None:
         """Write the marks of running requests again, before the file with them is removed."""
         marked = {entry.event.id for entry in entries if entry.kind == "mark"}
-        marks = [_encoder.encode(_Entry("mark", self._open_marks[each])) for each in marked & self._open_marks.keys()]
+        marks = [
+            _encoder.encode(_Entry("mark", self._open_marks[each]))
+            for each in marked & self._open_marks.keys()
+        ]
         if marks:
             await self.journal.append(*marks)
 
@@ -346,7 +377,9 @@ class UsageLedger:
 
     async def _discard(self, path: Path, num_damaged: int) -> None:
         if num_damaged:
-            _logger.error("usage journal: %d damaged lines in %s, kept as .damaged", num_damaged, path.name)
+            _logger.error(
+                "usage journal: %d damaged lines in %s, kept as .damaged", num_damaged, path.name
+            )
         await self.journal.discard(path, is_damaged=num_damaged > 0)
 
     async def _move_forever(self) -> None:
@@ -367,6 +400,8 @@ class UsageLedger:
             await self.flush()
         except (CapacityError, SQLAlchemyError) as error:
             if not (isinstance(error, CapacityError) and error.code == LOST):  # which was said once
-                _logger.warning("usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error)
+                _logger.warning(
+                    "usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error
+                )
             return False
         return True

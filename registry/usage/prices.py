@@ -50,16 +50,26 @@ class PriceTable:
         """The cost of each row of `facts` in two parts: the first in `PART` units, the second in units."""
         columns = facts.c
         computed = columns.prompt_tokens - columns.cached_tokens
-        kinds = (("prompt", computed), ("cached", columns.cached_tokens), ("completion", columns.completion_tokens))
+        kinds = (
+            ("prompt", computed),
+            ("cached", columns.cached_tokens),
+            ("completion", columns.completion_tokens),
+        )
 
         def cost(part: int, factor: Decimal) -> ColumnElement[int]:
-            terms = [cast(tokens, BigInteger) * self._of(kind, part, columns, factor) for kind, tokens in kinds]
+            terms = [
+                cast(tokens, BigInteger) * self._of(kind, part, columns, factor)
+                for kind, tokens in kinds
+            ]
             return terms[0] + terms[1] + terms[2]
 
         if self.batch == 1:
             return cost(0, self.batch), cost(1, self.batch)
         is_batch = columns.service_class == "batch"
-        parts, units = (case((is_batch, cost(part, self.batch)), else_=cost(part, Decimal(1))) for part in (0, 1))
+        parts, units = (
+            case((is_batch, cost(part, self.batch)), else_=cost(part, Decimal(1)))
+            for part in (0, 1)
+        )
         return parts, units
 
     def _of(self, kind: str, part: int, columns: Any, factor: Decimal) -> ColumnElement[int]:  # noqa: ANN401 - a collection of columns
@@ -70,7 +80,9 @@ class PriceTable:
             (and_(columns.tenant == tenant, columns.adapter == adapter), units(price))
             for (tenant, adapter), price in self.adapters.items()
         ]
-        whens += [(columns.tenant == tenant, units(price)) for tenant, price in self.tenants.items()]
+        whens += [
+            (columns.tenant == tenant, units(price)) for tenant, price in self.tenants.items()
+        ]
         if self.base is not None:
             whens.append((columns.adapter == "", units(self.base)))
         return case(*whens, else_=units(self.default)) if whens else units(self.default)

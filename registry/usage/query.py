@@ -20,7 +20,16 @@ from manylora.errors import InvalidRequestError
 from manylora.registry.db.clock import HOUR_US, from_micros, to_micros
 from manylora.registry.db.models import UsageEventRow, UsageRollupRow
 from manylora.registry.names import MAX_INTEGER, check_integer, check_text
-from manylora.registry.records import RETRIED, GroupBy, Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from manylora.registry.records import (
+    RETRIED,
+    GroupBy,
+    Page,
+    UsageEvent,
+    UsageQuery,
+    UsageReport,
+    UsageRow,
+    UsageTotals,
+)
 from manylora.registry.usage.buckets import Buckets
 from manylora.registry.usage.prices import PART, PriceTable
 
@@ -58,7 +67,9 @@ _OPTIONAL = (
 """Fields of an event that may be None; the table has the empty text or 0."""
 
 
-async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
+async def query(
+    session: AsyncSession, query: UsageQuery, prices: PriceTable | None = None
+) -> UsageReport:
     """Sums of usage; rows are ordered by bucket, then by rank or by the ids of their groups.
 
     With prices, rows and totals have their cost.
@@ -68,13 +79,20 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
     """
     check_query(query)
     if query.top is not None and query.rank_by == "cost" and prices is None:
-        raise InvalidRequestError("This server has no prices, so rank_by cannot be cost.", param="rank_by")
+        raise InvalidRequestError(
+            "This server has no prices, so rank_by cannot be cost.", param="rank_by"
+        )
     buckets = await _buckets(session, query)
     needed = NAMES if "adapter" in _names(query) else _names(query)
     facts = _facts(query, buckets, needed if prices is None else (*NAMES, "service_class"))
-    costs = prices.costs(facts) if prices is not None else (sa.literal(0, sa.BigInteger), sa.literal(0, sa.BigInteger))
+    costs = (
+        prices.costs(facts)
+        if prices is not None
+        else (sa.literal(0, sa.BigInteger), sa.literal(0, sa.BigInteger))
+    )
     sums = [
-        sum_of(each, name) for name, each in zip(_FIGURES, (*(facts.c[name] for name in SUMS), *costs), strict=True)
+        sum_of(each, name)
+        for name, each in zip(_FIGURES, (*(facts.c[name] for name in SUMS), *costs), strict=True)
     ]
     cells = _cells(query, facts, sums)
     if query.top is not None:
@@ -96,7 +114,9 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
         rows=tuple(rows),
         totals=totals,
         groups=groups if query.group_by else None,
-        next=_write_cursor([found[query.limit - 1][column.name] for column in order]) if more else None,
+        next=_write_cursor([found[query.limit - 1][column.name] for column in order])
+        if more
+        else None,
     )
 
 
@@ -108,16 +128,24 @@ def check_query(query: UsageQuery) -> None:
     """
     if query.start >= query.end:
         raise InvalidRequestError("end must be after start.", param="end")
-    for name, wanted in (("adapter", query.adapters), ("key", query.key_ids), ("status", query.statuses)):
+    for name, wanted in (
+        ("adapter", query.adapters),
+        ("key", query.key_ids),
+        ("status", query.statuses),
+    ):
         for text in wanted:
             check_text(text, name, 127)
     if query.top is not None and not query.group_by:
         raise InvalidRequestError("top ranks groups, so it needs group_by.", param="top")
     if query.top is not None and query.after is not None:
-        raise InvalidRequestError("With top there are no further pages: leave out after.", param="after")
+        raise InvalidRequestError(
+            "With top there are no further pages: leave out after.", param="after"
+        )
 
 
-def matching(query: UsageQuery, facts: sa.Select[Any], table: sa.FromClause, start: int, end: int) -> sa.Select[Any]:
+def matching(
+    query: UsageQuery, facts: sa.Select[Any], table: sa.FromClause, start: int, end: int
+) -> sa.Select[Any]:
     """The rows of `facts`, a select of a usage table, that lie in the range (microseconds) and match the filters."""
     facts = facts.where(table.c.at >= start, table.c.at < end)
     if query.tenant_id is not None:
@@ -132,7 +160,9 @@ def matching(query: UsageQuery, facts: sa.Select[Any], table: sa.FromClause, sta
     for column, wanted in filters.items():
         if wanted:
             is_wanted = table.c[column].in_(wanted)
-            facts = facts.where(is_wanted | _asked_by_owner(query, table) if column == "adapter" else is_wanted)
+            facts = facts.where(
+                is_wanted | _asked_by_owner(query, table) if column == "adapter" else is_wanted
+            )
     return facts
 
 
@@ -151,7 +181,8 @@ def adapter_label(query: UsageQuery, facts: sa.FromClause) -> sa.ColumnElement[s
     if query.tenant_id is not None or "tenant" in query.group_by:
         return name
     return sa.case(
-        (sa.or_(name == "", name.contains("/"), facts.c.tenant == ""), name), else_=facts.c.tenant + "/" + name
+        (sa.or_(name == "", name.contains("/"), facts.c.tenant == ""), name),
+        else_=facts.c.tenant + "/" + name,
     )
 
 
@@ -167,7 +198,10 @@ async def _buckets(session: AsyncSession, query: UsageQuery) -> Buckets:
     start, end = to_micros(query.start), to_micros(query.end)
     ends = (sa.func.min(_events.c.at), sa.func.max(_events.c.at))
     # Each by itself is one look into the index.
-    found = (sa.select(one).where(_events.c.at >= start, _events.c.at < end).scalar_subquery() for one in ends)
+    found = (
+        sa.select(one).where(_events.c.at >= start, _events.c.at < end).scalar_subquery()
+        for one in ends
+    )
     first, last = (await session.execute(sa.select(*found))).one()
     return Buckets.between(query.bucket, query.zone, first or 0, last or 0)
 
@@ -176,16 +210,23 @@ def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> sa.Subq
     """The facts of the range as rows of one shape: hourly sums for whole hours, events for the rest."""
     kept = dict.fromkeys((*group_columns(query), *names))
 
-    def facts(table: sa.FromClause, sums: Iterable[sa.ColumnElement[int]], begin: int, end: int) -> sa.Select[Any]:
+    def facts(
+        table: sa.FromClause, sums: Iterable[sa.ColumnElement[int]], begin: int, end: int
+    ) -> sa.Select[Any]:
         bucket = (buckets.key(table.c.at).label("bucket"),) if query.bucket else ()
-        return matching(query, sa.select(*bucket, *(table.c[name] for name in kept), *sums), table, begin, end)
+        return matching(
+            query, sa.select(*bucket, *(table.c[name] for name in kept), *sums), table, begin, end
+        )
 
     start, end = to_micros(query.start), to_micros(query.end)
     first_hour, last_hour = -(-start // HOUR_US) * HOUR_US, end // HOUR_US * HOUR_US
     if not buckets.have_whole_hours or first_hour >= last_hour:
         return facts(_events, _EVENT_SUMS, start, end).subquery()
     hours = facts(_rollups, (_rollups.c[name] for name in SUMS), first_hour, last_hour)
-    edges = [facts(_events, _EVENT_SUMS, start, first_hour), facts(_events, _EVENT_SUMS, last_hour, end)]
+    edges = [
+        facts(_events, _EVENT_SUMS, start, first_hour),
+        facts(_events, _EVENT_SUMS, last_hour, end),
+    ]
     if buckets.cut_hours:
         hours = hours.where(sa.not_(buckets.is_cut(_rollups.c.at)))
         is_cut = buckets.is_cut(_events.c.at // HOUR_US * HOUR_US)
@@ -195,7 +236,9 @@ def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> sa.Subq
 
 def group_columns(query: UsageQuery) -> tuple[str, ...]:
     """Columns of the ids that make a group."""
-    return tuple(dict.fromkeys(column for group in query.group_by for column in GROUP_COLUMNS[group]))
+    return tuple(
+        dict.fromkeys(column for group in query.group_by for column in GROUP_COLUMNS[group])
+    )
 
 
 def _names(query: UsageQuery) -> list[str]:
@@ -207,7 +250,10 @@ def _names(query: UsageQuery) -> list[str]:
 def _cells(query: UsageQuery, facts: sa.Subquery, sums: Sequence[sa.Label[int]]) -> sa.Select[Any]:
     """Each bucket of each group."""
     groups = [facts.c[name] for name in group_columns(query)]
-    shown = (adapter_label(query, facts) if name == "adapter" else facts.c[name] for name in _names(query))
+    shown = (
+        adapter_label(query, facts) if name == "adapter" else facts.c[name]
+        for name in _names(query)
+    )
     names = [sa.func.min(text).label(name) for name, text in zip(_names(query), shown, strict=True)]
     if query.bucket:
         return sa.select(facts.c.bucket, *groups, *names, *sums).group_by(facts.c.bucket, *groups)
@@ -222,7 +268,9 @@ async def _whole(
     """Totals of the whole range, and how many groups it has."""
     groups = [facts.c[name] for name in group_columns(query)]
     per_group = sa.select(*groups, *sums).group_by(*groups).subquery()
-    statement = sa.select(sa.func.count().label("groups"), *(sum_of(per_group.c[name], name) for name in _FIGURES))
+    statement = sa.select(
+        sa.func.count().label("groups"), *(sum_of(per_group.c[name], name) for name in _FIGURES)
+    )
     row = (await session.execute(statement)).mappings().one()
     return UsageTotals(**_figures(row)), row["groups"]
 
@@ -238,19 +286,32 @@ def _top(query: UsageQuery, top: int, cells: sa.CTE) -> sa.Select[Any]:
     shown = (sa.func.min(cells.c[name]).label(name) for name in (*ids, *_names(query)))
     sums = (sum_of(cells.c[name], name) for name in _FIGURES)
     joined = cells.outerjoin(chosen, sa.and_(*(cells.c[name] == chosen.c[name] for name in ids)))
-    rows = sa.select(cells.c.bucket, place, sa.func.max(chosen.c.groups).label("groups"), *shown, *sums)
-    return rows.select_from(joined).group_by(cells.c.bucket, place).order_by(cells.c.bucket, place).limit(MAX_ROWS + 1)
+    rows = sa.select(
+        cells.c.bucket, place, sa.func.max(chosen.c.groups).label("groups"), *shown, *sums
+    )
+    return (
+        rows.select_from(joined)
+        .group_by(cells.c.bucket, place)
+        .order_by(cells.c.bucket, place)
+        .limit(MAX_ROWS + 1)
+    )
 
 
 def _rank(query: UsageQuery, cells: sa.CTE) -> list[sa.ColumnElement[Any]]:
     if query.rank_by == "cost":
         parts, units = (sum_of(cells.c[name], name).element for name in _COSTS)
         return [(parts + units // PART).desc(), (units % PART).desc()]
-    names = ("prompt_tokens", "completion_tokens") if query.rank_by == "total_tokens" else (query.rank_by,)
+    names = (
+        ("prompt_tokens", "completion_tokens")
+        if query.rank_by == "total_tokens"
+        else (query.rank_by,)
+    )
     return [sa.func.sum(sum((cells.c[name] for name in names[1:]), cells.c[names[0]])).desc()]
 
 
-def _top_report(query: UsageQuery, top: int, buckets: Buckets, found: Sequence[sa.RowMapping]) -> UsageReport:
+def _top_report(
+    query: UsageQuery, top: int, buckets: Buckets, found: Sequence[sa.RowMapping]
+) -> UsageReport:
     if len(found) > MAX_ROWS:
         raise InvalidRequestError(
             f"The answer would have more than {MAX_ROWS} rows: take a wider bucket, a shorter range or a smaller top.",
@@ -261,7 +322,9 @@ def _top_report(query: UsageQuery, top: int, buckets: Buckets, found: Sequence[s
     return UsageReport(rows=rows, totals=_total(rows), groups=groups, next=None)
 
 
-def _usage_row(query: UsageQuery, buckets: Buckets, row: sa.RowMapping, *, is_other: bool = False) -> UsageRow:
+def _usage_row(
+    query: UsageQuery, buckets: Buckets, row: sa.RowMapping, *, is_other: bool = False
+) -> UsageRow:
     start, end = buckets.span(row["bucket"]) if query.bucket else (query.start, query.end)
     shown = () if is_other else (*group_columns(query), *_names(query))
     ids: dict[str, Any] = {name: row[name] or None for name in shown}
@@ -281,7 +344,9 @@ def _group(row: UsageRow) -> tuple[object, ...]:
 
 def _total(rows: Iterable[UsageTotals]) -> UsageTotals:
     found = list(rows)
-    return UsageTotals(**{name: sum(getattr(row, name) for row in found) for name in (*SUMS, "cost")})
+    return UsageTotals(
+        **{name: sum(getattr(row, name) for row in found) for name in (*SUMS, "cost")}
+    )
 
 
 def _figures(row: sa.RowMapping) -> dict[str, Any]:
@@ -303,7 +368,9 @@ def _read_cursor(text: str, order: Sequence[sa.ColumnElement[Any]]) -> list[Any]
     if not isinstance(place, list) or [type(part) for part in place] != kinds:
         raise InvalidRequestError("The cursor is not one that this query gave out.", param="after")
     for part in place:
-        check_text(part, "after", 127) if isinstance(part, str) else check_integer(part, "after", low=-MAX_INTEGER)
+        check_text(part, "after", 127) if isinstance(part, str) else check_integer(
+            part, "after", low=-MAX_INTEGER
+        )
     return place
 
 
@@ -314,13 +381,23 @@ async def list_events(session: AsyncSession, query: UsageQuery) -> Page[UsageEve
         InvalidRequestError: The query or its cursor is wrong.
     """
     check_query(query)
-    found = matching(query, sa.select(*_events.c), _events, to_micros(query.start), to_micros(query.end))
+    found = matching(
+        query, sa.select(*_events.c), _events, to_micros(query.start), to_micros(query.end)
+    )
     order = (_events.c.at, _events.c.id)
     if query.after is not None:
         found = found.where(sa.tuple_(*order) > sa.tuple_(*_read_cursor(query.after, order)))
     rows = (await session.execute(found.order_by(*order).limit(query.limit + 1))).mappings()
     events = [
-        UsageEvent(**{**row, **{name: row[name] or None for name in _OPTIONAL}, "at": from_micros(row["at"])})
+        UsageEvent(
+            **{
+                **row,
+                **{name: row[name] or None for name in _OPTIONAL},
+                "at": from_micros(row["at"]),
+            }
+        )
         for row in rows
     ]
-    return Page.of(events, query.limit, lambda event: _write_cursor([to_micros(event.at), event.id]))
+    return Page.of(
+        events, query.limit, lambda event: _write_cursor([to_micros(event.at), event.id])
+    )

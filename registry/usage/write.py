@@ -20,7 +20,13 @@ from manylora.errors import InvalidRequestError
 from manylora.registry import audit
 from manylora.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
 from manylora.registry.db.database import insert_into
-from manylora.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
+from manylora.registry.db.models import (
+    UsageAdapterRow,
+    UsageEventRow,
+    UsageLatencyRow,
+    UsageMonthRow,
+    UsageRollupRow,
+)
 from manylora.registry.names import MAX_VERSION, check_integer, check_text, storable
 from manylora.registry.records import RETRIED, AdapterUsage, UsageEvent
 from manylora.registry.usage.latency import bin_of
@@ -78,14 +84,18 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
         rows.setdefault(event.id, _row(event))
     if not rows:
         return
-    statement = insert_into(session, UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
+    statement = (
+        insert_into(session, UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
+    )
     inserted = set(await session.scalars(statement, list(rows.values())))
     overruled = {event.id for event in events if event.overrules} - inserted
     if overruled:  # deleted only now: another transaction's insert was waited for
         deleted = delete(UsageEventRow).where(_events.id.in_(overruled)).returning(*_events)
         found = [dict(row) for row in (await session.execute(deleted)).mappings()]
         await add_to_sums(session, found, -1)
-        inserted |= set(await session.scalars(statement, [rows[event_id] for event_id in overruled]))
+        inserted |= set(
+            await session.scalars(statement, [rows[event_id] for event_id in overruled])
+        )
     await add_to_sums(session, (rows[event_id] for event_id in inserted))
 
 
@@ -106,7 +116,9 @@ async def count_tokens(
         of_holder = (table.c[name] == value for name, value in holder.items())
         tokens = func.coalesce(func.sum(table.c.prompt_tokens + table.c.completion_tokens), 0)
         in_range = (table.c.at >= start, table.c.at < end)
-        return int(await session.scalar(select(tokens).where(*in_range, *of_holder, *conditions)) or 0)
+        return int(
+            await session.scalar(select(tokens).where(*in_range, *of_holder, *conditions)) or 0
+        )
 
     tokens = await total(UsageRollupRow.__table__)
     return tokens - (await total(UsageEventRow.__table__, _events.id.in_(list(but))) if but else 0)
@@ -144,7 +156,9 @@ async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]], sig
             if "last_at" in table.c:
                 later = upsert.excluded.last_at > table.c.last_at
                 changes["last_at"] = case((later, upsert.excluded.last_at), else_=table.c.last_at)
-            upsert = upsert.on_conflict_do_update(index_elements=list(table.primary_key), set_=changes)
+            upsert = upsert.on_conflict_do_update(
+                index_elements=list(table.primary_key), set_=changes
+            )
             await session.execute(upsert, added)
 
 
@@ -152,10 +166,14 @@ async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str
     """All usage of these adapters by all tenants; ids without usage are absent."""
     sums = [sum_of(_adapters[name], name) for name in SUMS]
     statement = select(_adapters.adapter_id, func.max(_adapters.last_at).label("last_at"), *sums)
-    statement = statement.where(_adapters.adapter_id.in_(set(adapter_ids))).group_by(_adapters.adapter_id)
+    statement = statement.where(_adapters.adapter_id.in_(set(adapter_ids))).group_by(
+        _adapters.adapter_id
+    )
     found = (await session.execute(statement)).mappings()
     return {
-        row["adapter_id"]: AdapterUsage(last_used_at=from_micros(row["last_at"]), **{name: row[name] for name in SUMS})
+        row["adapter_id"]: AdapterUsage(
+            last_used_at=from_micros(row["last_at"]), **{name: row[name] for name in SUMS}
+        )
         for row in found
     }
 
@@ -200,7 +218,9 @@ async def erase_keys(session: AsyncSession, key_ids: Collection[str], now: datet
     )
     found = (await session.execute(counted)).all()
     for key_id, tenant, events in found:
-        audit.add(session, now, audit.ADMIN, "usage.erase", tenant=tenant, target=key_id, events=events)
+        audit.add(
+            session, now, audit.ADMIN, "usage.erase", tenant=tenant, target=key_id, events=events
+        )
     for table in _TABLES:
         await session.execute(delete(table).where(table.key_id.in_(wanted)))
     return sum(events for _, _, events in found)

@@ -32,7 +32,9 @@ class Room:
     def of(cls, ready: EngineReady) -> Room:
         """The room of a running engine."""
         pages, slots = ready.memory.num_pages, ready.memory.slots
-        return cls(pages=pages, slots=slots, geometry=ready.geometry, max_model_len=ready.max_model_len)
+        return cls(
+            pages=pages, slots=slots, geometry=ready.geometry, max_model_len=ready.max_model_len
+        )
 
     def requests(self, pages: int) -> int:
         """Requests of `max_model_len` tokens that fit into so many pages."""
@@ -60,11 +62,18 @@ def find_fit(items: Sequence[AdapterFitItem], room: Room) -> AdapterFitView:
         "turns."
     )
     return AdapterFitView(
-        fits=fits, pages=pages, slots=slots, kv_tokens_left=kv_tokens, adapters=list(items), message=message
+        fits=fits,
+        pages=pages,
+        slots=slots,
+        kv_tokens_left=kv_tokens,
+        adapters=list(items),
+        message=message,
     )
 
 
-def planned_item(rank: int, target_modules: Sequence[str], count: int, base: BaseShape, room: Room) -> AdapterFitItem:
+def planned_item(
+    rank: int, target_modules: Sequence[str], count: int, base: BaseShape, room: Room
+) -> AdapterFitItem:
     """Adapters that are not there yet: of one rank on these modules of every layer.
 
     Args:
@@ -77,9 +86,13 @@ def planned_item(rank: int, target_modules: Sequence[str], count: int, base: Bas
     names = set(target_modules) or {module.name for module in base.modules}
     modules = [index for index, module in enumerate(base.modules) if module.name in names]
     pages = adapter_pages(
-        {(layer, index): rank for layer in range(base.num_layers) for index in modules}, base, room.geometry
+        {(layer, index): rank for layer in range(base.num_layers) for index in modules},
+        base,
+        room.geometry,
     )
-    parameters = sum(base.modules[index].in_features + base.modules[index].out_features for index in modules)
+    parameters = sum(
+        base.modules[index].in_features + base.modules[index].out_features for index in modules
+    )
     return AdapterFitItem(
         rank=rank,
         target_modules=[base.modules[index].name for index in modules],

@@ -66,7 +66,9 @@ async def _bounded(pieces: AsyncIterator[bytes], limit: int, code: str) -> Async
     async for piece in pieces:
         received += len(piece)
         if received > limit:
-            raise PayloadTooLargeError(f"The file exceeds the limit of {limit} bytes.", code=code, param="source")
+            raise PayloadTooLargeError(
+                f"The file exceeds the limit of {limit} bytes.", code=code, param="source"
+            )
         yield piece
 
 
@@ -105,11 +107,15 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
 
         from manylora.adapters.blobs.bucket import reason_of
     except ModuleNotFoundError as error:
-        raise InvalidRequestError("obstore is missing here: pip install 'manylora[s3]'.", param="source") from error
+        raise InvalidRequestError(
+            "obstore is missing here: pip install 'manylora[s3]'.", param="source"
+        ) from error
 
     try:
         store = S3Store(
-            bucket, prefix=prefix or None, client_options={"allow_http": may_lack_tls(), "timeout": f"{IMPORT_S:g}s"}
+            bucket,
+            prefix=prefix or None,
+            client_options={"allow_http": may_lack_tls(), "timeout": f"{IMPORT_S:g}s"},
         )
         found = await obstore.get_async(store, file)
         async for piece in found.stream(PIECE_BYTES):

@@ -14,9 +14,21 @@ from manylora.adapters.checkpoint.reader import read_checkpoint
 from manylora.adapters.lora.layout import adapter_pages
 from manylora.adapters.ref import content_digest
 from manylora.config import GIB, Config
-from manylora.engine.execution.memory_plan import FreeMemory, free_memory, max_model_len, plan_memory
+from manylora.engine.execution.memory_plan import (
+    FreeMemory,
+    free_memory,
+    max_model_len,
+    plan_memory,
+)
 from manylora.engine.model.device import choose_device, choose_dtype
-from manylora.engine.model.spec import SPEC_FILES, DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
+from manylora.engine.model.spec import (
+    SPEC_FILES,
+    DecoderSpec,
+    base_shape,
+    model_geometry,
+    read_spec,
+    resolve_model,
+)
 from manylora.engine.status import MemoryPlan
 from manylora.errors import ConfigError
 from manylora.server.adapters.fit import Room, waste
@@ -44,7 +56,9 @@ class PlannedRoom:
         """
         geometry = self.room.geometry
         asked = self.config.model.max_model_len or geometry.page_tokens
-        num_bytes = (1 + max(fit.pages.needed + geometry.num_groups, geometry.pages(asked))) * geometry.page_bytes
+        num_bytes = (
+            1 + max(fit.pages.needed + geometry.num_groups, geometry.pages(asked))
+        ) * geometry.page_bytes
         gib = math.ceil(num_bytes / GIB * 1000) / 1000
         memory = replace(self.config.memory, gib=gib)
         config, on_cpu = replace(self.config, memory=memory), self.device.type == "cpu"
@@ -71,10 +85,20 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     free = _free(device, free_gib)
     memory = plan_memory(config, spec, base, geometry, free, on_cpu=device.type == "cpu")
     room = Room(
-        pages=memory.num_pages, slots=memory.slots, geometry=geometry, max_model_len=max_model_len(config, spec, memory)
+        pages=memory.num_pages,
+        slots=memory.slots,
+        geometry=geometry,
+        max_model_len=max_model_len(config, spec, memory),
     )
     return PlannedRoom(
-        config=config, spec=spec, base=base, device=device, dtype=dtype, free=free, memory=memory, room=room
+        config=config,
+        spec=spec,
+        base=base,
+        device=device,
+        dtype=dtype,
+        free=free,
+        memory=memory,
+        room=room,
     )
 
 

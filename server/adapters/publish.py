@@ -16,7 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manylora.adapters.blobs.local import BlobWriter
-from manylora.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError, TimeoutExceededError
+from manylora.errors import (
+    AdapterFormatError,
+    NotFoundError,
+    PayloadTooLargeError,
+    TimeoutExceededError,
+)
 from manylora.registry.limits import no_storage
 from manylora.registry.names import NAME_RULE, is_name, no_such
 from manylora.registry.records import Ephemeral, VersionFacts
@@ -63,10 +68,14 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         owner = await owner_of(services, caller, form.text("tenant"))
         name = checked_name(services, form.text("name") or "")
         description = form.text("description")
-        draft = VersionDraft(name=name, description=description, activate=form.activate, config=form.config)
+        draft = VersionDraft(
+            name=name, description=description, activate=form.activate, config=form.config
+        )
         form.check_digest(weights.sha256())
         asked = (draft.name, draft.description, draft.activate, draft.config, weights.sha256())
-        return await retried.answer(owner.tenant_id, asked, partial(publish, services, owner, draft, weights))
+        return await retried.answer(
+            owner.tenant_id, asked, partial(publish, services, owner, draft, weights)
+        )
 
 
 async def owner_of(services: Services, caller: Caller, tenant: str | None) -> TenantCaller:
@@ -127,14 +136,24 @@ async def publish(
     sha256, size = weights.sha256(), weights.size
     validating = services.validator.validate(draft.config, weights.path, sha256, size)
     # A push does not wait for the engine's step, after which it would say where adapters are.
-    facts, residents = (await validating, {}) if life else await asyncio.gather(validating, residents_now(services))
+    facts, residents = (
+        (await validating, {})
+        if life
+        else await asyncio.gather(validating, residents_now(services))
+    )
     pages = await services.validator.pages(facts)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
     try:
         await in_thread(weights.prepare)
         async with services.registry.adapters.publishing(
-            owner.tenant_id, draft.name, facts, draft.description, draft.activate, life=life, actor=owner.actor
+            owner.tenant_id,
+            draft.name,
+            facts,
+            draft.description,
+            draft.activate,
+            life=life,
+            actor=owner.actor,
         ) as made:
             version = made.adapter.current
             body = adapter_view(made.adapter, pages, residents).model_dump(mode="json")
@@ -159,7 +178,9 @@ async def publish(
     return answer
 
 
-async def _check_pinned(services: Services, owner: TenantCaller, name: str, facts: VersionFacts) -> None:
+async def _check_pinned(
+    services: Services, owner: TenantCaller, name: str, facts: VersionFacts
+) -> None:
     """A version that becomes the plain name of a pinned adapter is pinned with it."""
     try:
         adapter = await services.registry.adapters.get_adapter(owner.tenant_id, name)
@@ -181,7 +202,9 @@ async def room_for_upload(
         ForbiddenError: The body is larger than what is left; code quota.storage.
     """
     most = services.config.server.max_upload_bytes
-    left = None if tenant_id is None else await services.registry.uploads.storage_left(tenant_id, key)
+    left = (
+        None if tenant_id is None else await services.registry.uploads.storage_left(tenant_id, key)
+    )
     if tenant_id is None or left is None:
         yield most
         return
@@ -198,7 +221,9 @@ async def room_for_upload(
             raise
 
 
-async def write_body(request: Request, services: Services, limit: int, write: Callable[[bytearray], object]) -> None:
+async def write_body(
+    request: Request, services: Services, limit: int, write: Callable[[bytearray], object]
+) -> None:
     """Hand a body to `write` in pieces of about a MiB, in threads; also what came before an error.
 
     Raises:

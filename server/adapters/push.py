@@ -23,7 +23,13 @@ from manylora.adapters.blobs.local import PIECE_BYTES, BlobWriter, open_below
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.errors import ForbiddenError, InvalidRequestError, PayloadTooLargeError
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, Ephemeral
-from manylora.server.adapters.publish import VersionDraft, checked_name, publish, room_for_upload, write_body
+from manylora.server.adapters.publish import (
+    VersionDraft,
+    checked_name,
+    publish,
+    room_for_upload,
+    write_body,
+)
 from manylora.server.adapters.routes import PUBLISHES
 from manylora.server.adapters.schemas import LoadBody, UnloadBody
 from manylora.server.adapters.upload_guards import answered
@@ -44,7 +50,9 @@ NOT_SERVED: dict[int | str, dict[str, Any]] = {422: error_answer(422, "/v1/adapt
 
 @router.put(
     "/v1/adapters/{name}/versions:push",
-    openapi_extra=takes_bytes(CONFIG_HEADER, "adapter_config.json in base64; a push without it is refused."),
+    openapi_extra=takes_bytes(
+        CONFIG_HEADER, "adapter_config.json in base64; a push without it is refused."
+    ),
     **{**PUBLISHES, "responses": {**PUBLISHES["responses"], **NOT_SERVED}},
 )
 async def push_version(  # noqa: PLR0913 - one parameter per option
@@ -68,7 +76,9 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
         life = Ephemeral(server=services.server_name, keep=keep, expires_at=ends)
     elif keep is not None or ttl_s is not None:
         raise InvalidRequestError("keep and ttl_s are for ephemeral=true.", param="ephemeral")
-    draft = VersionDraft(name=checked_name(services, name), description=None, activate=activate, config=config)
+    draft = VersionDraft(
+        name=checked_name(services, name), description=None, activate=activate, config=config
+    )
     with services.drain.cancelling(), services.intake.stream(caller.tenant_id):
         async with room_for_upload(request, services, caller.tenant_id) as limit:
             create = services.blobs.create
@@ -84,13 +94,19 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
 
 
 @router.post(
-    "/v1/load_lora_adapter", openapi_extra=takes(LoadBody), response_class=PlainTextResponse, responses=NOT_SERVED
+    "/v1/load_lora_adapter",
+    openapi_extra=takes(LoadBody),
+    response_class=PlainTextResponse,
+    responses=NOT_SERVED,
 )
 async def load_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Publish an adapter from a folder of the server's machine as an ephemeral version, as vLLM loads it."""
     limit, roots = services.config.server.max_upload_bytes, services.config.adapter.roots
     body = await json_body(request, LoadBody, services.config.server.max_body_bytes, services.pace)
-    name, life = checked_name(services, body.lora_name), Ephemeral(server=services.server_name, keep=1)
+    name, life = (
+        checked_name(services, body.lora_name),
+        Ephemeral(server=services.server_name, keep=1),
+    )
     with services.drain.cancelling(), services.intake.stream(caller.tenant_id):
         create = await _room_in_memory(services, caller, limit)
         with create() as weights:
@@ -101,16 +117,24 @@ async def load_lora_adapter(request: Request, services: Wired, caller: TenantWri
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadBody), response_class=PlainTextResponse)
+@router.post(
+    "/v1/unload_lora_adapter", openapi_extra=takes(UnloadBody), response_class=PlainTextResponse
+)
 async def unload_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Withdraw all ephemeral versions of an adapter; requests that run with them finish."""
-    body = await json_body(request, UnloadBody, services.config.server.max_body_bytes, services.pace)
-    removed = await services.registry.ephemeral.unload(caller.tenant_id, body.lora_name, caller.actor)
+    body = await json_body(
+        request, UnloadBody, services.config.server.max_body_bytes, services.pace
+    )
+    removed = await services.registry.ephemeral.unload(
+        caller.tenant_id, body.lora_name, caller.actor
+    )
     await remove_unreferenced(services, removed)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-async def _room_in_memory(services: Services, owner: TenantCaller, num_bytes: int) -> Callable[[], BlobWriter]:
+async def _room_in_memory(
+    services: Services, owner: TenantCaller, num_bytes: int
+) -> Callable[[], BlobWriter]:
     """What makes a blob of a tenant in memory. Where there may be too little room, what has expired is freed first.
 
     A tenant may fill half of the memory while there are other tenants, all of it by itself.
@@ -131,7 +155,9 @@ def _config_of(request: Request) -> bytes:
             raise InvalidRequestError(message, param=CONFIG_HEADER)
         return base64.b64decode(given[0].encode(), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise InvalidRequestError(f"{CONFIG_HEADER} must be base64.", param=CONFIG_HEADER) from error
+        raise InvalidRequestError(
+            f"{CONFIG_HEADER} must be base64.", param=CONFIG_HEADER
+        ) from error
 
 
 def _read_folder(roots: list[Path], folder: str, weights: BlobWriter, limit: int) -> bytes:
@@ -152,7 +178,10 @@ def _opened(roots: list[Path], folder: str, name: str) -> BinaryIO:
     """A file, opened step by step below a root: a link that appears meanwhile is not followed."""
     try:
         path = Path(os.path.realpath(os.path.join(folder, name)))  # where it is, all links followed
-        root = next((real for each in roots if path.is_relative_to(real := Path(os.path.realpath(each)))), None)
+        root = next(
+            (real for each in roots if path.is_relative_to(real := Path(os.path.realpath(each)))),
+            None,
+        )
         if root is None or not os.path.isabs(folder):
             raise ForbiddenError(
                 "lora_path must be a folder below one of those of the setting adapter.load_roots."
@@ -164,7 +193,9 @@ def _opened(roots: list[Path], folder: str, name: str) -> BinaryIO:
         *parents, last = path.relative_to(root).parts
         fd = open_below(root, parents, last)
     except (OSError, ValueError) as error:  # ValueError: a NUL, or what is no text
-        raise InvalidRequestError(f"There is no {name} in lora_path that can be read.", param="lora_path") from error
+        raise InvalidRequestError(
+            f"There is no {name} in lora_path that can be read.", param="lora_path"
+        ) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise InvalidRequestError(f"{name} in lora_path is not a plain file.", param="lora_path")

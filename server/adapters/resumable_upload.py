@@ -29,7 +29,9 @@ from manylora.server.threads import in_thread
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
 
 
-async def announce(services: Services, owner: TenantCaller, body: UploadBody, retry: Retry | None) -> Answer:
+async def announce(
+    services: Services, owner: TenantCaller, body: UploadBody, retry: Retry | None
+) -> Answer:
     """Make an upload, of which nothing is there yet.
 
     Raises:
@@ -38,18 +40,29 @@ async def announce(services: Services, owner: TenantCaller, body: UploadBody, re
         ForbiddenError: The tenant may not store as much; codes quota.*.
     """
     most = services.config.server.max_upload_bytes
-    files: dict[str, FileFacts] = {name: FileFacts(**file.model_dump()) for name, file in body.files.items()}
-    for file, limit, code in ((CONFIG_FILE, MAX_CONFIG_BYTES, "config"), (WEIGHTS_FILE, most, "upload")):
+    files: dict[str, FileFacts] = {
+        name: FileFacts(**file.model_dump()) for name, file in body.files.items()
+    }
+    for file, limit, code in (
+        (CONFIG_FILE, MAX_CONFIG_BYTES, "config"),
+        (WEIGHTS_FILE, most, "upload"),
+    ):
         if files[file].size > limit:
             message = f"{file} exceeds the limit of {limit} bytes."
             raise errors.PayloadTooLargeError(message, code=f"{code}.too_large", param="files")
     name = checked_name(services, body.name)
-    draft = UploadDraft(name=name, description=body.description, activate=body.activate, files=files)
+    draft = UploadDraft(
+        name=name, description=body.description, activate=body.activate, files=files
+    )
 
     def answer(upload: Upload) -> Answer:
-        return Answer(status=201, body=upload_view(upload, dict.fromkeys(files, 0)).model_dump(mode="json"))
+        return Answer(
+            status=201, body=upload_view(upload, dict.fromkeys(files, 0)).model_dump(mode="json")
+        )
 
-    return await services.registry.uploads.create(owner.tenant_id, draft, owner.identity.key_id, retry, answer)
+    return await services.registry.uploads.create(
+        owner.tenant_id, draft, owner.identity.key_id, retry, answer
+    )
 
 
 async def show(services: Services, upload: Upload) -> UploadView:
@@ -59,7 +72,9 @@ async def show(services: Services, upload: Upload) -> UploadView:
     return upload_view(upload, await asyncio.to_thread(services.staged.sizes, upload.id))
 
 
-async def receive_file(request: Request, services: Services, owner: TenantCaller, upload_id: str, name: str) -> Upload:
+async def receive_file(
+    request: Request, services: Services, owner: TenantCaller, upload_id: str, name: str
+) -> Upload:
     """Take a file, or what is left of it. What has come by the time that the client is gone stays.
 
     Raises:
@@ -80,7 +95,11 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
     offset = _offset(request, file)
     await in_thread(services.blobs.check_room, file.size - (offset or 0))
     intake, writer = services.intake, services.staged.writer(upload_id, name)
-    with services.drain.cancelling(), intake.stream(owner.tenant_id), intake.writing(upload_id, name):
+    with (
+        services.drain.cancelling(),
+        intake.stream(owner.tenant_id),
+        intake.writing(upload_id, name),
+    ):
         try:
             await in_thread(writer.open, offset)
             await write_body(request, services, file.size - (offset or 0), writer.write)
@@ -89,7 +108,9 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
     return await services.registry.uploads.get(owner.tenant_id, upload_id)
 
 
-async def complete(services: Services, owner: TenantCaller, upload: Upload, retry: Retry | None) -> Answer:
+async def complete(
+    services: Services, owner: TenantCaller, upload: Upload, retry: Retry | None
+) -> Answer:
     """Check what came and make it a version; what was completed before is answered as it was then.
 
     Raises:
@@ -102,22 +123,33 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
     if upload.state == "ready":
         return Answer(status=200, body=upload.result or {})
     if upload.state == "rejected":
-        raise errors.AdapterFormatError.of([errors.Finding(**finding) for finding in (upload.result or {})["findings"]])
+        raise errors.AdapterFormatError.of(
+            [errors.Finding(**finding) for finding in (upload.result or {})["findings"]]
+        )
     view = await show(services, upload)
     if view.missing:
         gaps = ", ".join(f"{name} from byte {view.files[name].received}" for name in view.missing)
-        raise errors.ConflictError(f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files")
+        raise errors.ConflictError(
+            f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files"
+        )
     with services.blobs.create() as weights:
         try:
             config = await in_thread(gather, services, upload, weights)
         except FileNotFoundError as error:
             message = "Files of the upload were deleted meanwhile; ask how far it got."
             raise errors.ConflictError(message, code="upload.incomplete", param="files") from error
-        draft = VersionDraft(name=upload.name, description=upload.description, activate=upload.activate, config=config)
+        draft = VersionDraft(
+            name=upload.name,
+            description=upload.description,
+            activate=upload.activate,
+            config=config,
+        )
         try:
             made = await publish(services, owner, draft, weights, retry, upload.id)
         except errors.AdapterError as error:
-            await services.registry.uploads.reject(upload.tenant_id, upload.id, error_body(error)["error"])
+            await services.registry.uploads.reject(
+                upload.tenant_id, upload.id, error_body(error)["error"]
+            )
             await asyncio.to_thread(services.staged.delete, upload.id)
             raise
     await asyncio.to_thread(services.staged.delete, upload.id)

@@ -16,7 +16,13 @@ from manylora.registry.uploads import Answer, Retry
 from manylora.server.adapters import schemas
 from manylora.server.adapters.fit import Room, find_fit, planned_item, waste
 from manylora.server.adapters.hub_import import fetch, reader_of
-from manylora.server.adapters.publish import VersionDraft, checked_name, owner_of, publish, receive_adapter
+from manylora.server.adapters.publish import (
+    VersionDraft,
+    checked_name,
+    owner_of,
+    publish,
+    receive_adapter,
+)
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
 from manylora.server.adapters.upload_guards import FILES, once
 from manylora.server.auth.callers import (
@@ -41,16 +47,22 @@ from manylora.server.threads import acting
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
-CONTENT_RANGE = "`bytes FIRST-LAST/SIZE` continues at byte FIRST; without it the file starts again at byte 0."
+CONTENT_RANGE = (
+    "`bytes FIRST-LAST/SIZE` continues at byte FIRST; without it the file starts again at byte 0."
+)
 PUBLISHES: dict[str, Any] = {
     "status_code": 201,
     "response_model": schemas.AdapterView,
-    "responses": {200: {"model": schemas.AdapterView, "description": "The version was there before."}},
+    "responses": {
+        200: {"model": schemas.AdapterView, "description": "The version was there before."}
+    },
 }
 """What routes that publish a version answer."""
 
 
-@router.post("/v1/adapters", openapi_extra={**takes_form(UploadForm), **takes_retries()}, **PUBLISHES)
+@router.post(
+    "/v1/adapters", openapi_extra={**takes_form(UploadForm), **takes_retries()}, **PUBLISHES
+)
 async def upload_adapter(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Upload the first or next version of an adapter."""
     return await receive_adapter(request, services, caller)
@@ -72,18 +84,24 @@ async def list_adapters(
 
 
 @router.post("/v1/adapters:fit", openapi_extra=takes(schemas.AdapterFitBody))
-async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) -> schemas.AdapterFitView:
+async def fit_adapters(
+    request: Request, services: Wired, caller: UploadCaller
+) -> schemas.AdapterFitView:
     """Tell whether adapters can be on the device all at once, and how much KV cache is left then.
 
     Answered from the plan of the memory, not from what is there now. Adapters that do not fit at once are served all
     the same: idle ones cost nothing, so they take turns.
     """
-    body = await json_body(request, schemas.AdapterFitBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, schemas.AdapterFitBody, services.config.server.max_body_bytes, services.pace
+    )
     ready, room = services.ready, Room.of(services.ready)
     items = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
     for plan in body.ranks:
         if plan.rank > ready.max_rank:
-            raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {plan.rank}.", param="ranks")
+            raise InvalidRequestError(
+                f"rank may be at most {ready.max_rank} here, got {plan.rank}.", param="ranks"
+            )
         asked = plan.rank, plan.target_modules, plan.count, ready.base, room
         items.append(await asyncio.to_thread(planned_item, *asked))
     return find_fit(items, room)
@@ -107,9 +125,13 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> sch
 
 
 @router.patch("/v1/adapters/{name}", openapi_extra=takes(schemas.AdapterPatchBody))
-async def update_adapter(name: str, request: Request, services: Wired, caller: TenantWriter) -> schemas.AdapterView:
+async def update_adapter(
+    name: str, request: Request, services: Wired, caller: TenantWriter
+) -> schemas.AdapterView:
     """Change description, pin or aliases; moving the alias `default` back is a rollback."""
-    body = await json_body(request, schemas.AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, schemas.AdapterPatchBody, services.config.server.max_body_bytes, services.pace
+    )
     async with services.pin_turns.place(*acting.get()):
         await _check_pin(services, caller, name, body)
         adapter = await services.registry.adapters.update_adapter(
@@ -127,10 +149,15 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
 
 @router.delete("/v1/adapters/{name}", status_code=204, response_class=Response)
 async def delete_adapter(
-    name: str, services: Wired, caller: TenantWriter, version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None
+    name: str,
+    services: Wired,
+    caller: TenantWriter,
+    version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
 ) -> None:
     """Delete an adapter, or one version of it. Running requests finish."""
-    removed = await services.registry.adapters.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
+    removed = await services.registry.adapters.delete_adapter(
+        caller.tenant_id, name, version, actor=caller.actor
+    )
     await remove_unreferenced(services, removed)
 
 
@@ -143,7 +170,9 @@ async def delete_adapter(
 async def create_upload(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Announce an adapter version that comes in pieces; the answer says which files to send."""
     with once(request, services, caller.tenant_id or caller.actor) as retried:
-        body = await json_body(request, schemas.UploadBody, services.config.server.max_body_bytes, services.pace)
+        body = await json_body(
+            request, schemas.UploadBody, services.config.server.max_body_bytes, services.pace
+        )
         owner = await owner_of(services, caller, body.tenant)
         change = partial(announce, services, owner, body)
         return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
@@ -151,7 +180,10 @@ async def create_upload(request: Request, services: Wired, caller: UploadCaller)
 
 @router.get("/v1/uploads")
 async def list_uploads(
-    services: Wired, caller: TenantReader, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 100
+    services: Wired,
+    caller: TenantReader,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 100,
 ) -> schemas.UploadList:
     """List uploads of the last 24 hours, oldest first."""
     page = await services.registry.uploads.list(caller.tenant_id, after, limit)
@@ -165,7 +197,10 @@ async def get_upload(upload_id: str, services: Wired, caller: TenantReader) -> s
     return await show(services, await services.registry.uploads.get(caller.tenant_id, upload_id))
 
 
-@router.put("/v1/uploads/{upload_id}/files/{file}", openapi_extra=takes_bytes("Content-Range", CONTENT_RANGE))
+@router.put(
+    "/v1/uploads/{upload_id}/files/{file}",
+    openapi_extra=takes_bytes("Content-Range", CONTENT_RANGE),
+)
 async def put_file(
     upload_id: str, file: str, request: Request, services: Wired, caller: TenantWriter
 ) -> schemas.UploadView:
@@ -174,16 +209,22 @@ async def put_file(
 
 
 @router.post("/v1/uploads/{upload_id}/complete", openapi_extra=takes_retries(), **PUBLISHES)
-async def complete_upload(upload_id: str, request: Request, services: Wired, caller: TenantWriter) -> Response:
+async def complete_upload(
+    upload_id: str, request: Request, services: Wired, caller: TenantWriter
+) -> Response:
     """Make the files an adapter version. Completing again gives the same answer."""
-    await services.registry.uploads.get(caller.tenant_id, upload_id)  # another tenant's is not even busy
+    await services.registry.uploads.get(
+        caller.tenant_id, upload_id
+    )  # another tenant's is not even busy
     with (
         services.drain.cancelling(),
         once(request, services, caller.tenant_id) as retried,
         services.intake.writing(upload_id, *FILES),
     ):
         upload = await services.registry.uploads.get(caller.tenant_id, upload_id)
-        return await retried.answer(caller.tenant_id, (), partial(complete, services, caller, upload))
+        return await retried.answer(
+            caller.tenant_id, (), partial(complete, services, caller, upload)
+        )
 
 
 @router.delete("/v1/uploads/{upload_id}", status_code=204, response_class=Response)
@@ -195,7 +236,11 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
         await asyncio.to_thread(services.staged.delete, upload_id)
 
 
-@router.post("/v1/adapters:import", openapi_extra={**takes(schemas.ImportBody), **takes_retries()}, **PUBLISHES)
+@router.post(
+    "/v1/adapters:import",
+    openapi_extra={**takes(schemas.ImportBody), **takes_retries()},
+    **PUBLISHES,
+)
 async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
     """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""
     server = services.config.server
@@ -207,7 +252,9 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
         async def change(retry: Retry | None) -> Answer:
             with services.blobs.create() as weights:
                 config = await fetch(read, weights, server.max_upload_bytes)
-                draft = VersionDraft(name=name, description=body.description, activate=body.activate, config=config)
+                draft = VersionDraft(
+                    name=name, description=body.description, activate=body.activate, config=config
+                )
                 return await publish(services, owner, draft, weights, retry)
 
         return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
@@ -216,14 +263,18 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
 async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[schemas.AdapterView]:
     residents = await schemas.residents_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
-    pages = await asyncio.gather(*(services.validator.pages(adapter.current) for adapter in adapters))
+    pages = await asyncio.gather(
+        *(services.validator.pages(adapter.current) for adapter in adapters)
+    )
     return [
         schemas.adapter_view(adapter, count, residents, usage.get(adapter.id, AdapterUsage()))
         for adapter, count in zip(adapters, pages, strict=True)
     ]
 
 
-async def _check_pin(services: Services, caller: TenantCaller, name: str, body: schemas.AdapterPatchBody) -> None:
+async def _check_pin(
+    services: Services, caller: TenantCaller, name: str, body: schemas.AdapterPatchBody
+) -> None:
     """Return if the tenant may have so many pages pinned after this change; raises like `check_pinned_pages`."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     moves = DEFAULT_ALIAS in body.aliases
@@ -237,14 +288,18 @@ async def _check_pin(services: Services, caller: TenantCaller, name: str, body: 
     await check_pinned_pages(services, adapter, kept or [adapter.current], copies)
 
 
-async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> schemas.AdapterFitItem:
+async def _stored_item(
+    services: Services, caller: Caller, selector: str, room: Room
+) -> schemas.AdapterFitItem:
     try:
         model = await resolve_model(services, caller, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter, version = model.adapter, model.version
     if adapter is None or version is None:
-        raise InvalidRequestError(f"`{selector}` is the base model, which is always there.", param="adapters")
+        raise InvalidRequestError(
+            f"`{selector}` is the base model, which is always there.", param="adapters"
+        )
     pages = await services.validator.pages(version)
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")

@@ -13,7 +13,15 @@ from manylora.config import MAX_RANK_LIMIT
 from manylora.errors import EngineUnavailableError, InvalidRequestError
 from manylora.registry.names import MAX_DESCRIPTION
 from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Shares, Upload
-from manylora.server.http.bodies import ALL_LINEAR, MODULE_NAMES, AdapterUsageView, Body, Listing, Moment, View
+from manylora.server.http.bodies import (
+    ALL_LINEAR,
+    MODULE_NAMES,
+    AdapterUsageView,
+    Body,
+    Listing,
+    Moment,
+    View,
+)
 
 if TYPE_CHECKING:
     from manylora.server.services import Services
@@ -184,14 +192,21 @@ def _targets(value: object) -> list[str]:
     """Names of modules; none means all of them."""
     if value == ALL_LINEAR:
         return []
-    if isinstance(value, list) and value and all(isinstance(name, str) and name in MODULE_NAMES for name in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(name, str) and name in MODULE_NAMES for name in value)
+    ):
         return value
     message = f'target_modules must be "{ALL_LINEAR}" or a list of {", ".join(MODULE_NAMES)}.'
     raise InvalidRequestError(message, param="ranks")
 
 
 _TARGETS_SCHEMA = {
-    "anyOf": [{"const": ALL_LINEAR}, {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1}]
+    "anyOf": [
+        {"const": ALL_LINEAR},
+        {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1},
+    ]
 }
 _Targets = Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGETS_SCHEMA)]
 
@@ -208,7 +223,9 @@ class PlannedAdapters(Body):
 class AdapterFitBody(Body):
     """Body of POST /v1/adapters:fit."""
 
-    adapters: list[Annotated[str, Field(min_length=1, max_length=512)]] = Field(default_factory=list, max_length=1000)
+    adapters: list[Annotated[str, Field(min_length=1, max_length=512)]] = Field(
+        default_factory=list, max_length=1000
+    )
     """Each as in `model`: `name`, `name@3`, `name@prod`, `name@sha256:...`."""
     ranks: list[PlannedAdapters] = Field(default_factory=list, max_length=32)
 
@@ -230,9 +247,13 @@ def _meaning(value: object) -> dict[int, int] | int | None:
     """A version, versions by weight, or nothing."""
     if value is None or type(value) is int:
         return value
-    if isinstance(value, dict) and all(_VERSION.fullmatch(key) and type(value[key]) is int for key in value):
+    if isinstance(value, dict) and all(
+        _VERSION.fullmatch(key) and type(value[key]) is int for key in value
+    ):
         return {int(version): weight for version, weight in value.items()}
-    message = 'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.'
+    message = (
+        'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.'
+    )
     raise InvalidRequestError(message, param="aliases")
 
 
@@ -242,7 +263,9 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _VersionNumber = Annotated[int, Field(ge=1)]
 
 
-_Shares = Annotated[dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)]
+_Shares = Annotated[
+    dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)
+]
 
 
 _Aliases = Annotated[dict[str, _VersionNumber | _Shares | None], Field(max_length=64)]
@@ -256,7 +279,8 @@ class AdapterPatchBody(Body):
     pinned_copies: int | None = Field(None, ge=1, le=MAX_COPIES)
     """On how many servers to keep it, with `pinned` true; 1 if it is left out. Each copy counts as pinned pages."""
     aliases: Annotated[
-        dict[str, dict[int, int] | int | None], BeforeValidator(_aliases, json_schema_input_type=_Aliases)
+        dict[str, dict[int, int] | int | None],
+        BeforeValidator(_aliases, json_schema_input_type=_Aliases),
     ] = Field(default_factory=dict, max_length=64)
     """Merged into what is there: a version, versions by weight (a canary), or null to remove the alias."""
 
@@ -295,7 +319,9 @@ class VersionBody(Body):
 class UploadBody(VersionBody):
     """Body of POST /v1/uploads."""
 
-    files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = Field(min_length=2)
+    files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = (
+        Field(min_length=2)
+    )
 
 
 class ImportBody(VersionBody):
@@ -339,7 +365,10 @@ def adapter_view(
 ) -> AdapterView:
     """An adapter's body, of its current version."""
     resident = residents.get(adapter.current.digest)
-    own = {name: getattr(adapter, name) for name in ("id", "pinned", "pinned_copies", "description", "created_at")}
+    own = {
+        name: getattr(adapter, name)
+        for name in ("id", "pinned", "pinned_copies", "description", "created_at")
+    }
     return AdapterView.model_validate(
         {
             **_version_fields(adapter, adapter.current, resident),
@@ -354,14 +383,22 @@ def adapter_view(
 
 def version_view(adapter: Adapter, version: AdapterVersion, residents: Residents) -> VersionView:
     """One version's body."""
-    return VersionView.model_validate(_version_fields(adapter, version, residents.get(version.digest)))
+    return VersionView.model_validate(
+        _version_fields(adapter, version, residents.get(version.digest))
+    )
 
 
-def _version_fields(adapter: Adapter, version: AdapterVersion, resident: ResidentAdapter | None) -> dict[str, Any]:
+def _version_fields(
+    adapter: Adapter, version: AdapterVersion, resident: ResidentAdapter | None
+) -> dict[str, Any]:
     at_least = "stored" if version.held_by is None else "host"
     tier = at_least if resident is None else "device" if resident.tier == "device" else "host"
     return {
-        **{name: getattr(version, name) for name in VersionFields.model_fields if hasattr(version, name)},
+        **{
+            name: getattr(version, name)
+            for name in VersionFields.model_fields
+            if hasattr(version, name)
+        },
         "name": adapter.name,
         "tenant": adapter.tenant,
         "applied_modules": version,
@@ -372,7 +409,11 @@ def _version_fields(adapter: Adapter, version: AdapterVersion, resident: Residen
 
 
 def _alias_view(shares: Shares) -> int | dict[str, int]:
-    return next(iter(shares)) if len(shares) == 1 else {str(version): shares[version] for version in shares}
+    return (
+        next(iter(shares))
+        if len(shares) == 1
+        else {str(version): shares[version] for version in shares}
+    )
 
 
 def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:
@@ -381,6 +422,8 @@ def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:
     for name, file in upload.files.items():
         here = file.size if upload.state == "ready" else received[name]
         files[name] = UploadFileView(size=file.size, sha256=file.sha256, received=here)
-    same = {name: getattr(upload, name) for name in UploadView.model_fields if hasattr(upload, name)}
+    same = {
+        name: getattr(upload, name) for name in UploadView.model_fields if hasattr(upload, name)
+    }
     missing = [name for name, file in files.items() if file.received != file.size]
     return UploadView.model_validate({**same, "files": files, "missing": missing})

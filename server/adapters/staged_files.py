@@ -40,7 +40,9 @@ def open_staged(config: Config, blobs: BlobStore) -> StagedFiles:
     """Staged files beside the blobs; with the default folder of blobs, in a folder of the data folder."""
     if blobs.bucket is not None:
         return StagedObjects(blobs.bucket)
-    return StagedFolder((config.blob_dir if config.registry.blob_url else config.server.data_dir) / "uploads")
+    return StagedFolder(
+        (config.blob_dir if config.registry.blob_url else config.server.data_dir) / "uploads"
+    )
 
 
 class StagedFolder:
@@ -92,7 +94,9 @@ class StagedFolder:
         return [name for name in os.listdir(self._root) if _ID.fullmatch(name)]
 
     def _open(self, upload_id: str, name: str) -> BufferedReader:
-        return os.fdopen(os.open(self._root / _checked(upload_id) / name, os.O_RDONLY | _FLAGS), "rb")
+        return os.fdopen(
+            os.open(self._root / _checked(upload_id) / name, os.O_RDONLY | _FLAGS), "rb"
+        )
 
 
 class FolderWriter:
@@ -113,9 +117,13 @@ class FolderWriter:
         with disk_trouble_is_capacity():
             try:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o600)
+                self._fd = os.open(
+                    self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o600
+                )
             except FileNotFoundError:  # another server deleted the folder between the two
-                raise ConflictError("The upload has ended; make a new one.", code="upload.ended") from None
+                raise ConflictError(
+                    "The upload has ended; make a new one.", code="upload.ended"
+                ) from None
         _lock(self._fd, fcntl.LOCK_EX)
         if offset is None:
             os.ftruncate(self._fd, 0)
@@ -151,7 +159,9 @@ class StagedObjects:
     def writer(self, upload_id: str, name: str) -> ObjectWriter:
         """For adding to a file; nothing is asked yet."""
         return ObjectWriter(
-            self._bucket, f"uploads/{_checked(upload_id)}/{name}", lambda: self._pieces(upload_id)[name]
+            self._bucket,
+            f"uploads/{_checked(upload_id)}/{name}",
+            lambda: self._pieces(upload_id)[name],
         )
 
     def read(self, upload_id: str, name: str) -> Iterator[bytes]:
@@ -257,7 +267,9 @@ def _lock(fd: int, kind: int) -> None:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        message = "Another server receives this file or completes this upload; ask again in a moment."
+        message = (
+            "Another server receives this file or completes this upload; ask again in a moment."
+        )
         raise BusyError(message, retry_after_s=RETRY_S, code="upload.busy") from None
     except OSError as error:
         message = f"The folder of uploads must be on a file system with flock: {error.strerror}."

@@ -36,9 +36,14 @@ class Once:
         self.key = given[0].strip() if given else None
         """None makes the change each time it is sent."""
         if self.key is not None and not (
-            len(given) == 1 and 0 < len(self.key) <= MAX_KEY and self.key.isascii() and self.key.isprintable()
+            len(given) == 1
+            and 0 < len(self.key) <= MAX_KEY
+            and self.key.isascii()
+            and self.key.isprintable()
         ):
-            message = f"Idempotency-Key must be one value of 1 to {MAX_KEY} printable ASCII characters."
+            message = (
+                f"Idempotency-Key must be one value of 1 to {MAX_KEY} printable ASCII characters."
+            )
             raise InvalidRequestError(message, code="idempotency.key_invalid")
         self._route = f"{request.method} {request.url.path}"
         self._uploads = services.registry.uploads
@@ -60,7 +65,11 @@ class Once:
             InvalidRequestError: The key was used for something else; code idempotency.key_reused.
             ManyloraError: Whatever `change` raises; nothing is kept then.
         """
-        retry = None if self.key is None else Retry(key=self.key, body_digest=body_digest(self._route, *asked))
+        retry = (
+            None
+            if self.key is None
+            else Retry(key=self.key, body_digest=body_digest(self._route, *asked))
+        )
         before = None if retry is None else await self._uploads.answered(tenant_id, retry)
         if before is None:
             try:
@@ -105,7 +114,9 @@ class Intake:
             BusyError: It is being made; code idempotency.in_progress.
         """
         doing = "A request with this Idempotency-Key is in progress"
-        return self._taking([] if key is None else [("retry", caller, key)], doing, "idempotency.in_progress")
+        return self._taking(
+            [] if key is None else [("retry", caller, key)], doing, "idempotency.in_progress"
+        )
 
     def writing(self, upload_id: str, *files: str) -> AbstractContextManager[None]:
         """Be the only one that writes these files of an upload.

@@ -23,7 +23,12 @@ from manylora.adapters.ref import LoraSpec, content_digest
 from manylora.engine.status import EngineReady
 from manylora.registry.records import VersionFacts
 from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, ProcessLostError, SandboxedProcesses
+from manylora.server.sandbox.processes import (
+    LimitReachedError,
+    NoAnswerError,
+    ProcessLostError,
+    SandboxedProcesses,
+)
 from manylora.server.threads import acting
 
 CHILDREN = 2
@@ -46,7 +51,9 @@ class AdapterValidator:
         base_names: What the base is called, the served name first.
     """
 
-    def __init__(self, ready: EngineReady, blobs: BlobStore, base_names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, ready: EngineReady, blobs: BlobStore, base_names: Sequence[str] = ()
+    ) -> None:
         self._ready = ready
         self._base_names = base_names
         self._blobs = blobs
@@ -56,7 +63,9 @@ class AdapterValidator:
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
-    async def validate(self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int) -> VersionFacts:
+    async def validate(
+        self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int
+    ) -> VersionFacts:
         """Validate an upload.
 
         Raises:
@@ -75,15 +84,21 @@ class AdapterValidator:
         if "too_large" in found:
             raise errors.PayloadTooLargeError(**found["too_large"])
         if "findings" in found:
-            raise errors.AdapterError.of([errors.Finding(**finding) for finding in found["findings"]])
+            raise errors.AdapterError.of(
+                [errors.Finding(**finding) for finding in found["findings"]]
+            )
         spec = LoraSpec.from_canonical(found.pop("spec"))
         ranks = {(layer, module): rank for layer, module, rank in found.pop("ranks")}
-        pages = await asyncio.to_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
+        pages = await asyncio.to_thread(
+            adapter_pages, ranks, self._ready.base, self._ready.geometry
+        )
         self._check_room(pages)
         digest = content_digest(spec, weights_sha256)
         _remember(self._pages, digest, pages)
         found["target_modules"] = tuple(found["target_modules"])
-        return VersionFacts(digest=digest, weights_sha256=weights_sha256, spec=spec, size_bytes=size_bytes, **found)
+        return VersionFacts(
+            digest=digest, weights_sha256=weights_sha256, spec=spec, size_bytes=size_bytes, **found
+        )
 
     async def close(self) -> None:
         """End the processes that are kept."""
@@ -113,7 +128,9 @@ class AdapterValidator:
             needs = f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes"
             message = f"{needs}, but the pool has {limit} beside a block of KV cache."
             hint = "Use a smaller rank, or a server with more memory."
-            raise errors.AdapterIncompatibleError.of([errors.Finding("adapter.never_fits", message, None, hint)])
+            raise errors.AdapterIncompatibleError.of(
+                [errors.Finding("adapter.never_fits", message, None, hint)]
+            )
 
     async def pages(self, version: VersionFacts) -> int | None:
         """Pages of a stored version on the device; None where its weights cannot be read."""

@@ -29,7 +29,9 @@ def answer(job: dict[str, Any]) -> dict[str, object]:
     modules = tuple(ModuleShape(**module) for module in job["base"]["modules"])
     base = BaseShape(**{**job["base"], "modules": modules})
     try:
-        return read_checkpoint(config, weights, base, job["max_rank"], base_names=job["base_names"]).facts()
+        return read_checkpoint(
+            config, weights, base, job["max_rank"], base_names=job["base_names"]
+        ).facts()
     except AdapterError as error:
         return {"findings": [asdict(found) for found in error.findings]}
     except PayloadTooLargeError as error:

@@ -76,6 +76,12 @@ def check_shared_secrets(role: str, pepper: str | None, admin_key: str | None) -
 
 
 def _checked(secret: str, source: str) -> str:
-    if len(secret) < MIN_LENGTH or not secret.isascii() or any(letter.isspace() for letter in secret):
-        raise ConfigError(f"The admin key in {source} must be at least {MIN_LENGTH} ASCII characters without spaces.")
+    if (
+        len(secret) < MIN_LENGTH
+        or not secret.isascii()
+        or any(letter.isspace() for letter in secret)
+    ):
+        raise ConfigError(
+            f"The admin key in {source} must be at least {MIN_LENGTH} ASCII characters without spaces."
+        )
     return secret

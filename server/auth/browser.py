@@ -50,10 +50,15 @@ def check_own_page(scope: Scope, headers: Headers) -> None:
         is_own = site in OWN_SITES
     else:  # sent over TLS and to this machine only; else changes carry their origin
         origin = headers.get("origin")
-        is_own = scope["method"] in SAFE_METHODS if origin is None else _host_of(origin) == headers.get("host", "")
+        is_own = (
+            scope["method"] in SAFE_METHODS
+            if origin is None
+            else _host_of(origin) == headers.get("host", "")
+        )
     if not is_own:
         raise ForbiddenError(
-            "A session serves Manylora's own pages only: send an API key.", code="session.foreign_page"
+            "A session serves Manylora's own pages only: send an API key.",
+            code="session.foreign_page",
         )
 
 
@@ -90,11 +95,15 @@ class LinkView(View):
 
 
 @router.post("/v1/session", status_code=201)
-async def begin_session(request: Request, response: Response, services: Wired, caller: AnyCaller) -> SessionView:
+async def begin_session(
+    request: Request, response: Response, services: Wired, caller: AnyCaller
+) -> SessionView:
     """Begin a browser's session with the key, or the link, of the Authorization header; the cookie ends in 12 hours."""
     token, ends = await services.registry.sessions.begin_session(_credential(caller))
     response.headers["set-cookie"] = session_cookie(request.scope, request.headers, token, ends)
-    return SessionView(role=caller.identity.role, tenant=caller.identity.tenant, expires_at=iso(ends))
+    return SessionView(
+        role=caller.identity.role, tenant=caller.identity.tenant, expires_at=iso(ends)
+    )
 
 
 @router.delete("/v1/session", status_code=204)
@@ -117,7 +126,9 @@ async def make_link(services: Wired, caller: AnyCaller) -> LinkView:
 def _credential(caller: Caller) -> Credential:
     credential = caller.identity.credential
     if credential is None:
-        raise InvalidRequestError("Authentication is off: there is nothing to sign in to.", code="auth.off")
+        raise InvalidRequestError(
+            "Authentication is off: there is nothing to sign in to.", code="auth.off"
+        )
     return credential
 
 

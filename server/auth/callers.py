@@ -97,7 +97,12 @@ class CallerDependency:
             if self._scope is not None and self._scope not in identity.scopes:
                 raise ForbiddenError(f"The API key lacks the scope {self._scope}.")
             weight = identity.tenant_weight
-            return Caller(identity=identity, tenant_id=identity.tenant_id, tenant=identity.tenant, weight=weight)
+            return Caller(
+                identity=identity,
+                tenant_id=identity.tenant_id,
+                tenant=identity.tenant,
+                weight=weight,
+            )
         return await for_tenant(services_of(request), identity, tenant)
 
 
@@ -130,7 +135,11 @@ async def for_tenant(services: Services, admin: Identity, tenant: str | None) ->
     Raises:
         NotFoundError: There is no such tenant.
     """
-    chosen = services.default_tenant if tenant is None else await services.registry.tenants.get_tenant(tenant)
+    chosen = (
+        services.default_tenant
+        if tenant is None
+        else await services.registry.tenants.get_tenant(tenant)
+    )
     if chosen is None:
         return Caller(identity=admin, tenant_id=None, tenant=None)
     return Caller(identity=admin, tenant_id=chosen.id, tenant=chosen.name, weight=chosen.weight)
@@ -143,9 +152,14 @@ def bound(caller: Caller) -> TenantCaller:
         InvalidRequestError: An admin named no tenant.
     """
     if caller.tenant_id is None or caller.tenant is None:
-        raise InvalidRequestError("With the admin key, name the tenant: ?tenant=NAME.", param="tenant")
+        raise InvalidRequestError(
+            "With the admin key, name the tenant: ?tenant=NAME.", param="tenant"
+        )
     return TenantCaller(
-        identity=caller.identity, tenant_id=caller.tenant_id, tenant=caller.tenant, weight=caller.weight
+        identity=caller.identity,
+        tenant_id=caller.tenant_id,
+        tenant=caller.tenant,
+        weight=caller.weight,
     )
 
 

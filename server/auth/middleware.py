@@ -13,7 +13,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.config import is_loopback
-from manylora.errors import AuthenticationError, ConflictError, ForbiddenError, InvalidRequestError, ManyloraError
+from manylora.errors import (
+    AuthenticationError,
+    ConflictError,
+    ForbiddenError,
+    InvalidRequestError,
+    ManyloraError,
+)
 from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry
 from manylora.registry.sessions import LINK_PREFIX
@@ -68,7 +74,9 @@ class AuthMiddleware:
     async def _identify(self, scope: Scope, headers: Headers) -> Identity:
         for name in GIVEN_ONCE:
             if len(headers.getlist(name)) > 1:
-                raise InvalidRequestError(f"The header {name} must be given once.", code="invalid_http", param=name)
+                raise InvalidRequestError(
+                    f"The header {name} must be given once.", code="invalid_http", param=name
+                )
         if self._registry is None:
             _check_local_browser(headers)
             return LOCAL_ADMIN
@@ -95,13 +103,17 @@ async def _check_no_session(registry: Registry, token: str) -> None:
         await registry.key_ring.identify_session(token)
     except AuthenticationError:
         return
-    message = "You are signed in already, so the link was not used. Sign out first, then open it again."
+    message = (
+        "You are signed in already, so the link was not used. Sign out first, then open it again."
+    )
     raise ConflictError(message, code="session.open")
 
 
 def _given(headers: Headers) -> list[str]:
     """Values of the Authorization header; without one, the keys as Anthropic's clients send them."""
-    return headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+    return headers.getlist("authorization") or [
+        f"Bearer {key}" for key in headers.getlist("x-api-key")
+    ]
 
 
 def _bearer(headers: Headers) -> str:
@@ -130,4 +142,6 @@ def _check_local_browser(headers: Headers) -> None:
     except ValueError:  # a name with a dot, or a Host or Origin that no browser of ours writes
         is_foreign = True
     if is_foreign:
-        raise ForbiddenError("Authentication is off, so Manylora answers only web pages of this machine.")
+        raise ForbiddenError(
+            "Authentication is off, so Manylora answers only web pages of this machine."
+        )

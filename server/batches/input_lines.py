@@ -50,17 +50,23 @@ def parse_line(raw: bytes, endpoint: str, max_bytes: int) -> Line:
         RequestError: It is too long, no JSON object, or has wrong fields.
     """
     if len(raw) > max_bytes:
-        raise InvalidRequestError(f"A line may have at most {max_bytes} bytes.", code="line_too_long")
+        raise InvalidRequestError(
+            f"A line may have at most {max_bytes} bytes.", code="line_too_long"
+        )
     try:
         fields = parse_json(raw, takes_nul=True)
     except InvalidRequestError as error:
-        raise InvalidRequestError(error.message.replace("The body", "The line", 1), code="invalid_json_line") from error
+        raise InvalidRequestError(
+            error.message.replace("The body", "The line", 1), code="invalid_json_line"
+        ) from error
     line = validate(Line, fields)
     line._num_bytes = len(raw)
     if line.url != endpoint:
         raise InvalidRequestError(f"url must be the batch's endpoint, {endpoint}.", param="url")
     if line.body.get("stream"):
-        raise InvalidRequestError("stream must be false: batches do not stream.", param="body.stream")
+        raise InvalidRequestError(
+            "stream must be false: batches do not stream.", param="body.stream"
+        )
     return line
 
 
@@ -78,7 +84,9 @@ async def check_input(
             if not await work(partial(check.take, lines), sum(len(raw) for _, raw in lines)):
                 break
     if not check.total:
-        check.errors.append(input_error("empty_file", "The file has no requests: send one as JSON on each line."))
+        check.errors.append(
+            input_error("empty_file", "The file has no requests: send one as JSON on each line.")
+        )
     return check.total, check.errors
 
 
@@ -108,7 +116,9 @@ class _InputCheck:
 
     def _check(self, raw: bytes) -> None:
         if self.total > self.max_lines:
-            raise InvalidRequestError(f"A batch may have at most {self.max_lines} requests.", code="too_many_lines")
+            raise InvalidRequestError(
+                f"A batch may have at most {self.max_lines} requests.", code="too_many_lines"
+            )
         line = parse_line(raw, self.endpoint, self.max_bytes)
         digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
@@ -117,12 +127,16 @@ class _InputCheck:
         self._seen.add(digest)
 
 
-def input_error(code: str, message: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
+def input_error(
+    code: str, message: str, line: int | None = None, param: str | None = None
+) -> dict[str, Any]:
     """An error of a line, or of the whole file if `line` is None."""
     return {"code": code, "message": message, "line": line, "param": param}
 
 
-async def read_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGenerator[tuple[int, bytes], None]:
+async def read_lines(
+    blobs: BlobStore, sha256: str, max_bytes: int
+) -> AsyncGenerator[tuple[int, bytes], None]:
     """Number and bytes of each line that is not blank. A line over `max_bytes` is cut one byte after them.
 
     Raises:
@@ -135,7 +149,9 @@ async def read_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGene
                 yield line
 
 
-async def _read_groups(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGenerator[list[tuple[int, bytes]], None]:
+async def _read_groups(
+    blobs: BlobStore, sha256: str, max_bytes: int
+) -> AsyncGenerator[list[tuple[int, bytes]], None]:
     """The lines that `read_lines` yields, in groups: those that end in one piece of the file."""
     pieces = read_pieces(blobs, sha256)
     groups = _groups(pieces, max_bytes)
@@ -151,7 +167,9 @@ def _groups(pieces: Iterable[bytes], max_bytes: int) -> Iterator[list[tuple[int,
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         rest = rest[: max_bytes + 1]
-        yield [(at, raw[: max_bytes + 1]) for at, raw in enumerate(whole, number + 1) if raw.strip()]
+        yield [
+            (at, raw[: max_bytes + 1]) for at, raw in enumerate(whole, number + 1) if raw.strip()
+        ]
         number += len(whole)
     if rest.strip():
         yield [(number + 1, rest)]

@@ -42,7 +42,10 @@ MAX_LOSSES = 5
 """A line fails after so many runs in which the engine died or its adapter did not load: it may be the cause."""
 LONGEST_WAIT_S = 30.0
 CANCELLED = ("batch_cancelled", "The batch was cancelled before this request ran.")
-EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
+EXPIRED = (
+    "batch_expired",
+    "This request could not be executed before the completion window expired.",
+)
 CALLER_S = 1.0
 """Seconds for which the last check of the key is trusted."""
 
@@ -87,7 +90,9 @@ class LineRunner:
                 reservation.end()
             await asyncio.sleep(wait_s)
 
-    async def _try(self, number: int, line: Line, reservation: LimitReservation, *, is_last: bool) -> None:
+    async def _try(
+        self, number: int, line: Line, reservation: LimitReservation, *, is_last: bool
+    ) -> None:
         """Keep a result or an error. Raises RateLimitError and CapacityError if the line may run later."""
         planned, event = None, None
         try:
@@ -100,10 +105,16 @@ class LineRunner:
                 raise
             if not isinstance(error, errors.ManyloraError):
                 log.exception("batch_line_failed", batch=self.batch.id, line=number)
-            told = error if isinstance(error, errors.ManyloraError) else errors.EngineError(str(error))
+            told = (
+                error if isinstance(error, errors.ManyloraError) else errors.EngineError(str(error))
+            )
             status, body = answer(told)[0], dict(error_body(told))
             event = planned.meter.close("error") if planned else None
-        response: JsonObject = {"status_code": status, "request_id": f"{self.batch.id}-{number}", "body": body}
+        response: JsonObject = {
+            "status_code": status,
+            "request_id": f"{self.batch.id}-{number}",
+            "body": body,
+        }
         is_kept = await self.keep(self._result(number, line, response, None, event))
         if is_kept and planned is not None and event is not None:
             planned.meter.settle(event)
@@ -120,9 +131,13 @@ class LineRunner:
         told = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
         is_error = response is None or response["status_code"] != 200
         text = orjson.dumps(told).decode()
-        return LineResult(batch_id=self.batch.id, line=number, is_error=is_error, text=text, event=event)
+        return LineResult(
+            batch_id=self.batch.id, line=number, is_error=is_error, text=text, event=event
+        )
 
-    async def _plan(self, number: int, line: Line, reservation: LimitReservation) -> PlannedGeneration:
+    async def _plan(
+        self, number: int, line: Line, reservation: LimitReservation
+    ) -> PlannedGeneration:
         services, name = self.services, f"{self.batch.id}-{number}"
         if services.engine.ready is None:
             raise errors.CapacityError("The engine is starting.")
@@ -140,7 +155,9 @@ class LineRunner:
             num_bytes=line.num_bytes,
         )
         if self.batch.endpoint == "/v1/responses":
-            response = await origin.work(partial(validate, ResponsesBody, line.body), line.num_bytes)
+            response = await origin.work(
+                partial(validate, ResponsesBody, line.body), line.num_bytes
+            )
             return await plan_response(origin, response)
         kind: type[ChatBody | CompletionBody] = (
             ChatBody if self.batch.endpoint == "/v1/chat/completions" else CompletionBody
@@ -155,7 +172,11 @@ class LineRunner:
             AuthenticationError: The key was revoked or has expired.
             ForbiddenError: It may not generate any more.
         """
-        now_s, registry, tenant_id = self.services.monotonic(), self.services.registry, self.batch.tenant_id
+        now_s, registry, tenant_id = (
+            self.services.monotonic(),
+            self.services.registry,
+            self.batch.tenant_id,
+        )
         if self._known is not None and now_s - self._known[0] < CALLER_S:
             return self._known[1]
         identity = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)

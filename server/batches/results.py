@@ -41,13 +41,17 @@ class ResultCommits:
         while True:
             self._results.append(result)
             if self._next is None:
-                self._next = asyncio.create_task(self._commit(), context=Context())  # for many tenants
+                self._next = asyncio.create_task(
+                    self._commit(), context=Context()
+                )  # for many tenants
                 self._tasks.add(self._next)
                 self._next.add_done_callback(self._tasks.discard)
             try:
                 return (result.batch_id, result.line) in await asyncio.shield(self._next)
             except CapacityError as error:
-                log.warning("batch_result_waits", batch=result.batch_id, line=result.line, code=error.code)
+                log.warning(
+                    "batch_result_waits", batch=result.batch_id, line=result.line, code=error.code
+                )
                 await asyncio.sleep(RETRY_S)
 
     async def settle(self) -> None:
@@ -77,14 +81,21 @@ async def write_files(services: Services, batch: BatchRow, owner: str, status: s
         while page := await services.registry.batches.results(batch.id, after, PAGE_LINES):
             after = page[-1].line
             for each in page:
-                await in_thread((errors if each.is_error else output).write, f"{each.result}\n".encode())
+                await in_thread(
+                    (errors if each.is_error else output).write, f"{each.result}\n".encode()
+                )
         blobs = {name: blob for name, blob in (("output", output), ("error", errors)) if blob.size}
         files = {}
         for name, blob in blobs.items():
             await in_thread(blob.prepare)
             filename, now = f"{batch.id}_{name}.jsonl", services.now()
             files[f"{name}_file_id"] = new_file(
-                batch.tenant_id, filename, "batch_output", now, size_bytes=blob.size, sha256=blob.sha256()
+                batch.tenant_id,
+                filename,
+                "batch_output",
+                now,
+                size_bytes=blob.size,
+                sha256=blob.sha256(),
             )
 
         async def store() -> None:

@@ -15,7 +15,14 @@ from manylora.registry.batches import new_file
 from manylora.registry.db.models import BatchRow, FileRow
 from manylora.registry.records import Page
 from manylora.server.auth.callers import InferTenant
-from manylora.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
+from manylora.server.batches.schemas import (
+    BatchBody,
+    BatchList,
+    BatchView,
+    FileDeleted,
+    FileList,
+    FileView,
+)
 from manylora.server.garbage import delete_blobs
 from manylora.server.http.body import content_length
 from manylora.server.http.form import Form, read_form
@@ -32,7 +39,9 @@ class FileForm(Form):
     """A file of requests, and what it is for."""
 
     file = "file"
-    parts: ClassVar[Mapping[str, tuple[int, Mapping[str, object]]]] = {"purpose": (64, {"enum": ["batch"]})}
+    parts: ClassVar[Mapping[str, tuple[int, Mapping[str, object]]]] = {
+        "purpose": (64, {"enum": ["batch"]})
+    }
     required = ("file", "purpose")
     rule = "A file has the parts file and purpose, each once."
 
@@ -43,12 +52,21 @@ async def create_file(request: Request, services: Wired, caller: InferTenant) ->
     limits, files = services.config.batch, services.registry.files
     limit = min(limits.max_file_bytes, await files.bytes_left(caller.tenant_id, limits))
     await in_thread(services.blobs.check_room, min(limit, content_length(request) or 0))
-    with services.drain.cancelling(), services.intake.stream(caller.tenant_id), services.blobs.create() as blob:
+    with (
+        services.drain.cancelling(),
+        services.intake.stream(caller.tenant_id),
+        services.blobs.create() as blob,
+    ):
         form = await read_form(request, FileForm, blob, limit, services.pace)
         if form.text("purpose") != "batch":
             raise InvalidRequestError("purpose must be batch.", param="purpose")
         file = new_file(
-            caller.tenant_id, form.filename, "batch", services.now(), size_bytes=blob.size, sha256=blob.sha256()
+            caller.tenant_id,
+            form.filename,
+            "batch",
+            services.now(),
+            size_bytes=blob.size,
+            sha256=blob.sha256(),
         )
         await in_thread(blob.prepare)
         await files.add(file, limits, partial(in_thread, blob.commit))
@@ -74,13 +92,20 @@ async def get_file(file_id: str, services: Wired, caller: InferTenant) -> FileRo
 
 
 @router.get(
-    "/v1/files/{file_id}/content", response_class=StreamingResponse, responses=sends("application/octet-stream", BINARY)
+    "/v1/files/{file_id}/content",
+    response_class=StreamingResponse,
+    responses=sends("application/octet-stream", BINARY),
 )
 async def get_content(file_id: str, services: Wired, caller: InferTenant) -> StreamingResponse:
     """Send a file's bytes."""
     file = await services.registry.files.get(caller.tenant_id, file_id)
-    await in_thread(services.blobs.peek, file.sha256, 0)  # a blob that is missing is an error while there can be one
-    pieces, headers = read_pieces(services.blobs, file.sha256), {"content-length": str(file.size_bytes)}
+    await in_thread(
+        services.blobs.peek, file.sha256, 0
+    )  # a blob that is missing is an error while there can be one
+    pieces, headers = (
+        read_pieces(services.blobs, file.sha256),
+        {"content-length": str(file.size_bytes)},
+    )
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
@@ -105,7 +130,10 @@ async def create_batch(request: Request, services: Wired, caller: InferTenant) -
 
 @router.get("/v1/batches", response_model=BatchList)
 async def list_batches(
-    services: Wired, caller: InferTenant, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    services: Wired,
+    caller: InferTenant,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
     """List batches, the newest first."""
     return _list(await services.registry.batches.list(caller.tenant_id, after, limit))
@@ -127,4 +155,9 @@ async def cancel_batch(batch_id: str, services: Wired, caller: InferTenant) -> B
 
 def _list(page: Page[FileRow] | Page[BatchRow]) -> dict[str, Any]:
     first, last = (page.items[0].id, page.items[-1].id) if page.items else (None, None)
-    return {"data": page.items, "first_id": first, "last_id": last, "has_more": page.next is not None}
+    return {
+        "data": page.items,
+        "first_id": first,
+        "last_id": last,
+        "has_more": page.next is not None,
+    }

@@ -86,13 +86,17 @@ class BatchWorker:
 
     async def look(self) -> None:
         """Claim batches, drop those that other servers have now, and end those that are over."""
-        held = {batch.id: batch for batch in await self._services.registry.batches.claim(self._owner)}
+        held = {
+            batch.id: batch for batch in await self._services.registry.batches.claim(self._owner)
+        }
         for batch_id in self._runs.keys() - held.keys():
             self._runs.pop(batch_id)[1].cancel()
         for _, batch in sorted(held.items()):
             runner, task = self._runs.get(batch.id, (None, None))
             if runner is None or task is None or task.done():
-                runner = LineRunner(self._services, batch, self._places, self._commits.keep, self._is_over(batch))
+                runner = LineRunner(
+                    self._services, batch, self._places, self._commits.keep, self._is_over(batch)
+                )
                 self._runs[batch.id] = runner, asyncio.create_task(self._run(runner), name=batch.id)
             elif self._is_over(batch) and not runner.is_ending:
                 runner.is_ending = True  # its lines end now, and another run writes its files
@@ -165,7 +169,9 @@ class BatchWorker:
             lost = "The file's bytes are missing or damaged: send it again."
             total, errors = 0, [input_error("file_unavailable", lost)]
         if not errors:
-            return await services.registry.batches.enter(batch.id, self._owner, "in_progress", total=total)
+            return await services.registry.batches.enter(
+                batch.id, self._owner, "in_progress", total=total
+            )
         told = {"object": "list", "data": errors}
         await services.registry.batches.enter(batch.id, self._owner, "failed", errors=told)
         return None
@@ -173,11 +179,15 @@ class BatchWorker:
     async def _feed(self, runner: LineRunner, batch: BatchRow) -> None:
         """Run each line that has no result yet, in the batch's turn among those of its key."""
         key = batch.tenant_id, batch.key_id
-        own = self._in_order.setdefault(key, KeysBatches(2 * self._services.config.batch.max_running))
+        own = self._in_order.setdefault(
+            key, KeysBatches(2 * self._services.config.batch.max_running)
+        )
         async with nullcontext() if runner.is_ending else own.running:
             await self._run_lines(runner, batch, own.lines)
 
-    async def _run_lines(self, runner: LineRunner, batch: BatchRow, ahead: asyncio.Semaphore) -> None:
+    async def _run_lines(
+        self, runner: LineRunner, batch: BatchRow, ahead: asyncio.Semaphore
+    ) -> None:
         services, limit = self._services, self._services.config.server.max_body_bytes
         done = await services.registry.batches.done_lines(batch.id)
         try:
@@ -189,7 +199,9 @@ class BatchWorker:
                     if number not in done:
                         await ahead.acquire()
                         parse = partial(parse_line, raw, batch.endpoint, limit)
-                        line = await services.long_work.run(parse, len(raw), batch.tenant_id, runner.weight)
+                        line = await services.long_work.run(
+                            parse, len(raw), batch.tenant_id, runner.weight
+                        )
                         task = group.create_task(runner.run(number, line))
                         task.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as several:

@@ -33,7 +33,9 @@ class GatewayApps(NamedTuple):
     """For a port of its own: GET /metrics without a key."""
 
 
-async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, stack: AsyncExitStack) -> GatewayApps:
+async def open_gateway(
+    config: GatewayConfig, registry: Registry, drain: Drain, stack: AsyncExitStack
+) -> GatewayApps:
     """Connect to the replicas; `stack` closes the connections.
 
     Raises:
@@ -45,7 +47,9 @@ async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, 
     gateway = Gateway(config.server, registry, links, drain)
     metrics = GatewayMetrics(gateway)
     app: ASGIApp = OwnRoutes(gateway, metrics)
-    for layer, arguments, options in reversed(outer_layers(config.server, registry, drain, metrics.answered)):
+    for layer, arguments, options in reversed(
+        outer_layers(config.server, registry, drain, metrics.answered)
+    ):
         app = layer(app, *arguments, **options)
     return GatewayApps(app, metrics_app(metrics.page))
 
@@ -96,7 +100,10 @@ class OwnRoutes:
         report = links.reports.get(name)
         if report is None:
             return {"state": "lost"}
-        told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
+        told = {
+            field: getattr(report, field)
+            for field in ("state", "backlog_s", "rate", "running", "waiting")
+        }
         adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
         if told["state"] == "ready" and links.router.is_ejected(name):
             told["state"] = "ejected"

@@ -57,7 +57,12 @@ class BeforeBody:
             ("key", identity.key_id, identity.key_limits),
         ]
         shares = [
-            Share(holder, name, self._accounts.of(name, now_s), Limits(concurrent_requests=limits.concurrent_requests))
+            Share(
+                holder,
+                name,
+                self._accounts.of(name, now_s),
+                Limits(concurrent_requests=limits.concurrent_requests),
+            )
             for holder, name, limits in held
             if name is not None
         ]
@@ -70,13 +75,20 @@ class BeforeBody:
             return None
         tenant = request.state.identity.tenant or ""
         # The same for all requests of a tenant: what a replica holds of its limits is there.
-        order = self._links.router.order(Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode()))
+        order = self._links.router.order(
+            Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
+        )
         if not order:
             return None
-        url, headers = url_of(order[0], request), [*self._forwarding.headers_for_replica(request), (PROBE, "1")]
+        url, headers = (
+            url_of(order[0], request),
+            [*self._forwarding.headers_for_replica(request), (PROBE, "1")],
+        )
         try:
             with exchange.running(), self._links.using(order[0].name, exchange.lose):
-                async with self._links.session.post(url, headers=headers, allow_redirects=False) as answer:
+                async with self._links.session.post(
+                    url, headers=headers, allow_redirects=False
+                ) as answer:
                     body = await answer.read()
         except BROKEN:
             self._links.router.failed(order[0].name)

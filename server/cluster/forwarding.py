@@ -30,7 +30,14 @@ FOR_ALL = frozenset({"/pause", "/resume", "/reset_prefix_cache"})
 """vLLM's routes that mean all engines."""
 _HOP_BY_HOP = frozenset(
     {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
+        *(
+            "connection",
+            "keep-alive",
+            "proxy-authenticate",
+            "proxy-authorization",
+            "proxy-connection",
+            "te",
+        ),
         *("trailer", "transfer-encoding", "upgrade", "expect"),
     }
 )
@@ -64,22 +71,32 @@ class Forwarding:
         order: Sequence[Replica | Server]
         if (named := request.query_params.get("server")) is not None:
             if named not in listed:
-                raise NotFoundError(f"There is no replica {named!r}: GET /v1/servers lists them.", param="server")
+                raise NotFoundError(
+                    f"There is no replica {named!r}: GET /v1/servers lists them.", param="server"
+                )
             order = self._connected([listed[named]])
         elif request.method == "POST" and request.url.path in FOR_ALL:
             await self._ask_all(request, self._connected(list(listed.values())), exchange, send)
             return
         else:
-            order = self._links.router.order(Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode()))
+            order = self._links.router.order(
+                Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
+            )
             # Where no engine runs, its server still answers what needs none.
-            order = order or [listed[name] for name, report in self._links.reports.items() if report.state == "down"]
+            order = order or [
+                listed[name]
+                for name, report in self._links.reports.items()
+                if report.state == "down"
+            ]
         error = no_replica()
         for replica in order[:MAX_TRIES]:
             try:
                 await self._forward(request, replica, exchange, send)
             except ReplicaLostError as lost:
                 if request.method not in _SAFE and not isinstance(lost.__cause__, NOT_REACHED):
-                    message = "The replica that was asked is gone; look whether the change was made."
+                    message = (
+                        "The replica that was asked is gone; look whether the change was made."
+                    )
                     raise ReplicaLostError(message) from lost
                 error = lost
             else:
@@ -100,27 +117,40 @@ class Forwarding:
                 raise CapacityError(message, code="no_replica", retry_after_s=1)
         return servers
 
-    async def _ask_all(self, request: Request, replicas: Sequence[Server], exchange: Exchange, send: Send) -> None:
+    async def _ask_all(
+        self, request: Request, replicas: Sequence[Server], exchange: Exchange, send: Send
+    ) -> None:
         """Send a request without a body to all replicas; answers with the worst of their answers."""
         headers = self.headers_for_replica(request)
 
         async def ask(replica: Server) -> Response:
             url = url_of(replica, request)
             with self._links.using(replica.name, exchange.lose):
-                async with self._links.session.post(url, headers=headers, allow_redirects=False) as answer:
+                async with self._links.session.post(
+                    url, headers=headers, allow_redirects=False
+                ) as answer:
                     return whole(answer, await answer.read())
 
-        watcher, asking = watch(request.receive, exchange), [asyncio.create_task(ask(each)) for each in replicas]
+        watcher, asking = (
+            watch(request.receive, exchange),
+            [asyncio.create_task(ask(each)) for each in replicas],
+        )
         try:
             with exchange.running():
                 answers = await asyncio.gather(*asking)
         except BROKEN as error:
-            raise ReplicaLostError("A replica is gone, others go on; send the request again.") from error
+            raise ReplicaLostError(
+                "A replica is gone, others go on; send the request again."
+            ) from error
         finally:
             await cancel_all([watcher, *asking])
-        await max(answers, key=lambda answer: answer.status_code)(request.scope, request.receive, send)
+        await max(answers, key=lambda answer: answer.status_code)(
+            request.scope, request.receive, send
+        )
 
-    async def _forward(self, request: Request, replica: Replica | Server, exchange: Exchange, send: Send) -> None:
+    async def _forward(
+        self, request: Request, replica: Replica | Server, exchange: Exchange, send: Send
+    ) -> None:
         """Have a replica answer.
 
         Raises:
@@ -128,9 +158,14 @@ class Forwarding:
             ConnectionError: The rest of the answer does not come: the connection to the client must break.
         """
         watchers: list[asyncio.Task[None]] = []
-        headers, length = self.headers_for_replica(request), request.headers.get("content-length", "0")
+        headers, length = (
+            self.headers_for_replica(request),
+            request.headers.get("content-length", "0"),
+        )
         body: AsyncIterator[bytes] | None = None
-        if request.method in _SAFE or (length == "0" and "transfer-encoding" not in request.headers):
+        if request.method in _SAFE or (
+            length == "0" and "transfer-encoding" not in request.headers
+        ):
             watchers.append(watch(request.receive, exchange))
         else:
             body = _body_of(request, exchange, watchers)
@@ -145,19 +180,24 @@ class Forwarding:
                     headers=headers,
                     allow_redirects=False,
                     middlewares=() if request.method in _SAFE else (_once,),
-                    expect100=body is not None,  # the replica sees the head at once, and may refuse the body
+                    expect100=body
+                    is not None,  # the replica sees the head at once, and may refuse the body
                 ) as answer:
                     self._links.router.answered(replica.name)
                     if is_feed := answer.content_type == "text/event-stream":
                         watchers.append(asyncio.create_task(self._end_feed(exchange)))
                     has_begun = True
                     told = headers_for_client(answer, is_last=body is not None and not watchers)
-                    await send({"type": "http.response.start", "status": answer.status, "headers": told})
+                    await send(
+                        {"type": "http.response.start", "status": answer.status, "headers": told}
+                    )
                     async for data in answer.content.iter_any():
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
         except BROKEN as error:
-            if body is None or isinstance(error, NOT_REACHED):  # else perhaps a body that was refused
+            if body is None or isinstance(
+                error, NOT_REACHED
+            ):  # else perhaps a body that was refused
                 self._links.router.failed(replica.name)
             if has_begun:
                 raise ConnectionError("the replica is lost") from error
@@ -182,11 +222,21 @@ class Forwarding:
         Content-Length is not among them. Values that are not UTF-8 are sent as the same text in UTF-8. What Connection
         names is passed on like the rest: a client could otherwise hide from the replica what this gateway has checked.
         """
-        kept = [(name, _as_text(value)) for name, value in request.headers.items() if name not in _NOT_ASKED]
-        return [*kept, (CLUSTER, self._links.token), ("x-request-id", str(request.state.request_id))]
+        kept = [
+            (name, _as_text(value))
+            for name, value in request.headers.items()
+            if name not in _NOT_ASKED
+        ]
+        return [
+            *kept,
+            (CLUSTER, self._links.token),
+            ("x-request-id", str(request.state.request_id)),
+        ]
 
 
-async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+async def _once(
+    request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
     """Send a request once: aiohttp sends PUT and DELETE again by itself where a connection breaks."""
     try:
         return await send(request)
@@ -215,7 +265,9 @@ def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
     return asyncio.create_task(until_gone())
 
 
-async def _body_of(request: Request, exchange: Exchange, watchers: list[asyncio.Task[None]]) -> AsyncIterator[bytes]:
+async def _body_of(
+    request: Request, exchange: Exchange, watchers: list[asyncio.Task[None]]
+) -> AsyncIterator[bytes]:
     """The body, as the replica takes it in; ends the exchange when the client leaves, then or later."""
     try:
         async for chunk in request.stream():
@@ -233,7 +285,9 @@ def url_of(replica: Replica | Server, request: Request) -> URL:
     return URL(replica.url + path.decode("latin-1"), encoded=True)
 
 
-def headers_for_client(answer: aiohttp.ClientResponse, *, is_last: bool = False) -> list[tuple[bytes, bytes]]:
+def headers_for_client(
+    answer: aiohttp.ClientResponse, *, is_last: bool = False
+) -> list[tuple[bytes, bytes]]:
     """A replica's headers for the client.
 
     Args:

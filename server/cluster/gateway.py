@@ -61,7 +61,9 @@ from manylora.server.threads import cancel_all
 
 log = structlog.get_logger("manylora.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-_SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.(unavailable|lost))"')
+_SAID_BY_ALL = re.compile(
+    rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.(unavailable|lost))"'
+)
 """In refusals that every replica would repeat."""
 _NOT_RECORDED = re.compile(rb'"code":"storage\.(full|unavailable)"')
 """In the answer of a replica that cannot record usage. It may have computed for the request, and may yet find a record
@@ -111,7 +113,9 @@ class Gateway:
         drain: Counts requests that run.
     """
 
-    def __init__(self, config: ServerConfig, registry: Registry, links: Links, drain: Drain) -> None:
+    def __init__(
+        self, config: ServerConfig, registry: Registry, links: Links, drain: Drain
+    ) -> None:
         self.num_retried = 0
         """Requests sent to another replica than the first."""
         self.num_lost = 0
@@ -154,7 +158,9 @@ class Gateway:
         if (refusal := await self.before_body.refusal(request, exchange)) is not None:
             await refusal(request.scope, request.receive, send)
             return
-        asked = await self._asked(request, tenant, await json_bytes(request, self._max_body_bytes, self._pace))
+        asked = await self._asked(
+            request, tenant, await json_bytes(request, self._max_body_bytes, self._pace)
+        )
         watcher = watch(request.receive, exchange)
         try:
             await self._try_replicas(asked, exchange, send)
@@ -174,9 +180,14 @@ class Gateway:
     async def _asked(self, request: Request, caller: Tenant, body: bytes) -> Asked:
         identity: Identity = request.state.identity
         fields, tenant_id, tenant = read_fields(body), caller.id, caller.name
-        session, sticky = fields.sticky or request.headers.get(SESSION_HEADER), secrets.token_hex(16)
+        session, sticky = (
+            fields.sticky or request.headers.get(SESSION_HEADER),
+            secrets.token_hex(16),
+        )
         if session:  # any text, so not itself in a header
-            sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
+            sticky = hashlib.blake2b(
+                session.encode(), digest_size=16, key=(tenant_id or "").encode()
+            ).hexdigest()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
         with suppress(ManyloraError):  # the replica says what is wrong
@@ -219,7 +230,9 @@ class Gateway:
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
         best: Response | None = None
         error: ManyloraError = no_replica()
-        lost_id: str | None = None  # of the replica that was asked last, if it may have computed something
+        lost_id: str | None = (
+            None  # of the replica that was asked last, if it may have computed something
+        )
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self.links.router.order(asked.target, asked.tried)), None)
             if replica is None or (asked.tried and not self.links.router.may_retry()):
@@ -234,7 +247,10 @@ class Gateway:
             try:
                 best = await self._ask(asked, replica, ledger_id, exchange, send)
             except ReplicaLostError as lost:
-                error, lost_id = lost, None if isinstance(lost.__cause__, NOT_REACHED) else ledger_id
+                error, lost_id = (
+                    lost,
+                    None if isinstance(lost.__cause__, NOT_REACHED) else ledger_id,
+                )
                 continue
             finally:
                 self.links.router.ended(replica.name, asked.target)
@@ -273,7 +289,9 @@ class Gateway:
                 ) as answer:
                     if not answer.content_type.startswith("text/event-stream"):
                         body = await answer.read()
-                        if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
+                        if (
+                            LENGTH in answer.headers
+                        ):  # else the HTTP layer of the replica answered by itself
                             body = frames.take(body)
                         self.links.router.answered(replica.name)
                         return whole(answer, body)
@@ -285,7 +303,9 @@ class Gateway:
                                 has_begun = True
                                 asked.answered()
                                 await send({"type": "http.response.start", **start})
-                            await send({"type": "http.response.body", "body": payload, "more_body": True})
+                            await send(
+                                {"type": "http.response.body", "body": payload, "more_body": True}
+                            )
                             payload = b""
                     await send({"type": "http.response.body", "body": b""})
                     return None

@@ -69,7 +69,9 @@ class Links:
     async def start(self) -> None:
         """Read the list, and follow it from then on; raises CapacityError if the database cannot answer."""
         await self._look()
-        self._lister = asyncio.create_task(repeat(self._look, LIST_S, "servers_not_listed"), name="manylora-replicas")
+        self._lister = asyncio.create_task(
+            repeat(self._look, LIST_S, "servers_not_listed"), name="manylora-replicas"
+        )
 
     async def close(self) -> None:
         """End all connections."""
@@ -96,7 +98,10 @@ class Links:
         newest = {server.name: server for server in await self._servers.listed("replica")}
         for name, (server, reader) in list(self._followed.items()):
             found = newest.get(name)
-            is_same = found is not None and (found.boot_id, found.url) == (server.boot_id, server.url)
+            is_same = found is not None and (found.boot_id, found.url) == (
+                server.boot_id,
+                server.url,
+            )
             if not is_same and (found is not None or name not in self.reports):
                 reader.cancel()
                 del self._followed[name]
@@ -115,7 +120,8 @@ class Links:
                 name=server.name,
                 boot_id=server.boot_id,
                 url=server.url,
-                is_ready=(report := self.reports.get(server.name)) is not None and report.state == "ready",
+                is_ready=(report := self.reports.get(server.name)) is not None
+                and report.state == "ready",
             )
             for server in self.listed
         )
@@ -126,16 +132,29 @@ class Links:
             has_drained = False
             try:
                 await self._read(server)
-                has_drained = server.name in self.reports and self.reports[server.name].state == "draining"
+                has_drained = (
+                    server.name in self.reports and self.reports[server.name].state == "draining"
+                )
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 if server.name in self.reports or now_s() - told_s >= TROUBLE_S:
                     told_s = now_s()
-                    event, hint = "replica_not_reached", "Let its server.advertised_url be an address for gateways."
+                    event, hint = (
+                        "replica_not_reached",
+                        "Let its server.advertised_url be an address for gateways.",
+                    )
                     if isinstance(error, _RefusedError):
-                        event, hint = "replica_refuses", "Give all servers one MANYLORA_PEPPER and one version."
+                        event, hint = (
+                            "replica_refuses",
+                            "Give all servers one MANYLORA_PEPPER and one version.",
+                        )
                     elif server.name in self.reports:
-                        event, hint = "replica_lost", "Look whether it runs; it is asked again when it reports."
-                    log.warning(event, name=server.name, url=server.url, error=repr(error), hint=hint)
+                        event, hint = (
+                            "replica_lost",
+                            "Look whether it runs; it is asked again when it reports.",
+                        )
+                    log.warning(
+                        event, name=server.name, url=server.url, error=repr(error), hint=hint
+                    )
             if has_drained:
                 told_s = now_s()
             self._lose(server.name, cuts=not has_drained)
@@ -180,7 +199,9 @@ class Links:
         self.reports[server.name], self.tiers[server.name] = report, tiers
         if before is None or before.state != report.state:
             self._tell_router()
-        self.router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
+        self.router.report(
+            server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers
+        )
 
     def _lose(self, name: str, *, cuts: bool = True) -> None:
         if self.reports.pop(name, None) is not None:

@@ -44,7 +44,16 @@ class ReplicaState:
     """One replica as this gateway sees it."""
 
     __slots__ = (
-        *("ejected_until_s", "failures", "hash", "in_flight", "load_s", "others_s", "rate", "replica"),
+        *(
+            "ejected_until_s",
+            "failures",
+            "hash",
+            "in_flight",
+            "load_s",
+            "others_s",
+            "rate",
+            "replica",
+        ),
         *("reported_at_s", "tiers", "units"),
     )
 
@@ -81,7 +90,9 @@ class ReplicaState:
     def eject(self, now_s: float) -> None:
         """Ask it no more for a while. Requests that fail together count once."""
         if now_s >= self.ejected_until_s:
-            self.ejected_until_s = now_s + min(FIRST_EJECTION_S * 2**self.failures, LONGEST_EJECTION_S)
+            self.ejected_until_s = now_s + min(
+                FIRST_EJECTION_S * 2**self.failures, LONGEST_EJECTION_S
+            )
             self.failures += 1
 
     def admit(self) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
@@ -24,7 +30,9 @@ class GatewayMetrics(Collector):
         self._registry = CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call]
         about = "Answers to HTTP requests by class; replicas count the same answers, without the label role."
-        self._responses = Counter("manylora_responses", about, ["role", "status"], registry=self._registry)
+        self._responses = Counter(
+            "manylora_responses", about, ["role", "status"], registry=self._registry
+        )
         for hundreds in range(2, 6):
             self._responses.labels("gateway", f"{hundreds}xx")
         Gauge("manylora_build_info", "Always 1.", ["version"], registry=self._registry).labels(
@@ -50,7 +58,9 @@ class GatewayMetrics(Collector):
         yield CounterMetricFamily("manylora_gateway_lost_answers", about, self._gateway.num_lost)
         about = "Requests refused by a limit of their tenant or key before their body was read."
         limited = CounterMetricFamily("manylora_limited", about, labels=["role", "limit"])
-        limited.add_metric(["gateway", "concurrent_requests"], self._gateway.before_body.num_refused)
+        limited.add_metric(
+            ["gateway", "concurrent_requests"], self._gateway.before_body.num_refused
+        )
         yield limited
         ready = GaugeMetricFamily(
             "manylora_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"]

@@ -73,7 +73,8 @@ async def join(
         if (other.model, other.base) != (server.model, server.base):
             message = f"{other.name} at {other.url} serves `{other.model}` ({other.base}) from this database."
             hint = (
-                f"Replicas over one database serve one base: give `{server.model}` another database, or stop the rest."
+                f"Replicas over one database serve one base: give `{server.model}` another database, "
+                "or stop the rest."
             )
             raise ConfigError(f"{message} {hint}", param="model.path")
     following = asyncio.create_task(duties.follow(services), name="manylora-duties")
@@ -97,7 +98,9 @@ class Reports:
         drain = self._services.drain
         while not (drain.is_draining and not drain.num_running):
             now = await self._tiers()
-            changes: dict[str, str | None] = {digest: tier for digest, tier in now.items() if told.get(digest) != tier}
+            changes: dict[str, str | None] = {
+                digest: tier for digest, tier in now.items() if told.get(digest) != tier
+            }
             changes |= dict.fromkeys(told.keys() - now.keys())
             told = now
             yield _encode(self._report(changes)) + b"\n"
@@ -127,7 +130,9 @@ class Reports:
                 status = await self._services.engine_status(REPORT_S)
             except EngineUnavailableError:
                 return self._residents
-            near = [resident for resident in status.residents if resident.tier in ("device", "host")]
+            near = [
+                resident for resident in status.residents if resident.tier in ("device", "host")
+            ]
             self._residents = {resident.digest: resident.tier for resident in near}
         return self._residents
 
@@ -146,12 +151,16 @@ class FromGateways:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
         headers = Headers(scope=scope) if scope["type"] == "http" else None
-        if headers is None or not hmac.compare_digest(headers.get(CLUSTER, "").encode(), self._token.encode()):
+        if headers is None or not hmac.compare_digest(
+            headers.get(CLUSTER, "").encode(), self._token.encode()
+        ):
             await self._app(scope, receive, send)
         elif scope["path"] == STATE_PATH:
             if trust := scope.get("state", {}).get(TRUST):
                 trust()
-            await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)
+            await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(
+                scope, receive, send
+            )
         elif PROBE in headers:
             scope["state"] = {**scope.get("state", {}), "is_probe": True}
             await self._app(scope, receive, send)

@@ -44,7 +44,9 @@ class RouteFields(msgspec.Struct, frozen=True):
 
     def beginning(self, tenant: str) -> bytes | None:
         """The same for prompts that begin alike; None for short ones."""
-        raw = b"".join((bytes(self.system), bytes(self.messages), bytes(self.prompt), bytes(self.input)))
+        raw = b"".join(
+            (bytes(self.system), bytes(self.messages), bytes(self.prompt), bytes(self.input))
+        )
         if len(raw) < PREFIX_BYTES:
             return None
         return hashlib.blake2b(tenant.encode() + raw[:PREFIX_BYTES], digest_size=16).digest()
@@ -57,5 +59,8 @@ def read_fields(body: bytes) -> RouteFields:
     """The fields of a body; those of an empty one where it is malformed, which the replica will say."""
     try:
         return _decoder.decode(body)
-    except (ValueError, RecursionError):  # msgspec's own errors, and those of Unicode, are ValueErrors
+    except (
+        ValueError,
+        RecursionError,
+    ):  # msgspec's own errors, and those of Unicode, are ValueErrors
         return RouteFields()

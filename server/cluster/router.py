@@ -90,7 +90,9 @@ class _Adapter:
 class Router:
     """Chooses replicas for the requests of one gateway."""
 
-    def __init__(self, clock: Callable[[], float], random_source: random.Random | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float], random_source: random.Random | None = None
+    ) -> None:
         self._clock = clock
         self._random = random_source or random.SystemRandom()
         self.states: dict[str, ReplicaState] = {}
@@ -118,7 +120,9 @@ class Router:
                 state.start(replica)
             else:
                 state.replica = replica
-        self.states = {name: state for name, state in self.states.items() if name in members or state.in_flight}
+        self.states = {
+            name: state for name, state in self.states.items() if name in members or state.in_flight
+        }
         for state in self.states.values():
             if state.replica.name not in members:
                 state.replica = replace(state.replica, is_ready=False)
@@ -129,7 +133,9 @@ class Router:
         for state in ready:
             self._set_load(state)
 
-    def report(self, name: str, boot_id: str, *, backlog_s: float, rate: float, tiers: Mapping[str, str]) -> None:
+    def report(
+        self, name: str, boot_id: str, *, backlog_s: float, rate: float, tiers: Mapping[str, str]
+    ) -> None:
         """Take in the newest state of a replica; ignored if it is of another process than the member's.
 
         Args:
@@ -149,7 +155,9 @@ class Router:
         if state.reported_at_s is None:
             state.others_s = others_s
         else:
-            state.others_s += (others_s - state.others_s) * -math.expm1((state.reported_at_s - now_s) / SMOOTH_S)
+            state.others_s += (others_s - state.others_s) * -math.expm1(
+                (state.reported_at_s - now_s) / SMOOTH_S
+            )
         state.reported_at_s = now_s
         self._set_load(state)
 
@@ -226,7 +234,9 @@ class Router:
             found = [state for state in found if now_s >= state.ejected_until_s] or found
         return found
 
-    def _pick_for_base(self, candidates: list[ReplicaState], affinity: bytes | None, bound_s: float) -> ReplicaState:
+    def _pick_for_base(
+        self, candidates: list[ReplicaState], affinity: bytes | None, bound_s: float
+    ) -> ReplicaState:
         if affinity is not None:
             favourite = _favourite(candidates, hash64(affinity))
             if favourite.load_s <= bound_s:
@@ -236,7 +246,12 @@ class Router:
         return min(candidates[first], candidates[second], key=_load_of)
 
     def _pick_home(
-        self, candidates: list[ReplicaState], copies: int, target: Target, adapter_hash: int, bound_s: float
+        self,
+        candidates: list[ReplicaState],
+        copies: int,
+        target: Target,
+        adapter_hash: int,
+        bound_s: float,
     ) -> ReplicaState:
         """The replica for an adapter's request: one with a copy, unless all of these have too much to do.
 
@@ -251,10 +266,16 @@ class Router:
         picked = min(homes, key=_load_of)
         if picked.load_s <= bound_s:
             even = [state for state in homes if state.load_s <= EVEN * picked.load_s + SLACK_S]
-            return min(even, key=lambda state: (self._units_of(target.tenant, state.replica.name), state.load_s))
+            return min(
+                even,
+                key=lambda state: (self._units_of(target.tenant, state.replica.name), state.load_s),
+            )
         if target.adapter is not None:
             for state in candidates[copies:]:
-                if state.load_s <= bound_s and state.load_s + state.cold_s(target.adapter) < picked.load_s:
+                if (
+                    state.load_s <= bound_s
+                    and state.load_s + state.cold_s(target.adapter) < picked.load_s
+                ):
                     return state
         return picked
 
@@ -276,12 +297,18 @@ class Router:
     def _share(self, adapter: _Adapter, now_s: float) -> float:
         """The adapter's part of all recent units."""
         units, requests = self._units.at(now_s), self._requests.at(now_s)
-        return adapter.units.at(now_s) / units * requests / (requests + SURE_REQUESTS) if units else 0.0
+        return (
+            adapter.units.at(now_s) / units * requests / (requests + SURE_REQUESTS)
+            if units
+            else 0.0
+        )
 
     def _copies(self, adapter: _Adapter, pinned: int, now_s: float) -> int:
         """How many replicas its requests go to: more at once, fewer when it has not needed so many for a while."""
         share = self._share(adapter, now_s)
-        needed = min(len(self._ready), max(1, pinned, math.ceil(COPIES_PER_SHARE * share * len(self._ready))))
+        needed = min(
+            len(self._ready), max(1, pinned, math.ceil(COPIES_PER_SHARE * share * len(self._ready)))
+        )
         if needed >= adapter.copies or now_s - adapter.copies_at_s > KEEP_COPIES_S:
             adapter.copies, adapter.copies_at_s = needed, now_s
         return adapter.copies

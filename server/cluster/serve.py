@@ -15,12 +15,26 @@ from manylora.config import GatewayConfig, environment
 from manylora.errors import ConfigError
 from manylora.registry.registry import Registry
 from manylora.registry.servers import Server, server_name
-from manylora.server.auth.admin_key import IS_OFF, VARIABLE, admin_key, check_shared_secrets, given_pepper
+from manylora.server.auth.admin_key import (
+    IS_OFF,
+    VARIABLE,
+    admin_key,
+    check_shared_secrets,
+    given_pepper,
+)
 from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.cluster.membership import Membership
 from manylora.server.http.connection_room import most_connections
 from manylora.server.limits.database_turns import database_turns
-from manylora.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, run_until_signal, url_of
+from manylora.server.listen import (
+    ApiServer,
+    Shutdown,
+    bind,
+    listen,
+    listen_beside,
+    run_until_signal,
+    url_of,
+)
 from manylora.server.logs import configure_logs
 from manylora.server.threads import cancel_all
 
@@ -41,14 +55,18 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
     try:
         from manylora.server.cluster.app import open_gateway
     except ImportError as error:
-        raise ConfigError("A gateway needs aiohttp: pip install 'manylora[cluster]'.", param="server.role") from error
+        raise ConfigError(
+            "A gateway needs aiohttp: pip install 'manylora[cluster]'.", param="server.role"
+        ) from error
     server, environ = config.server, environment()
     pepper = given_pepper(environ)
     check_shared_secrets("gateway", pepper, environ.get(VARIABLE))
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(bind(server.host, server.port))
         key = admin_key(server.data_dir, environ)
-        registry = await Registry.open(config.registry.database_url, server.data_dir, key.secret, pepper=pepper)
+        registry = await Registry.open(
+            config.registry.database_url, server.data_dir, key.secret, pepper=pepper
+        )
         registry.database.share(database_turns())
         stack.push_async_callback(registry.close)
         apps = await open_gateway(config, registry, shutdown.drain, stack)
@@ -67,14 +85,18 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
         stack.push_async_callback(membership.stop)
         if server.metrics_port is not None:
             listen_beside(stack, apps.metrics, server.host, server.metrics_port)
-        http = shutdown.server = ApiServer(apps.main, most_connections(descriptors_each=2))  # with one to a replica
+        http = shutdown.server = ApiServer(
+            apps.main, most_connections(descriptors_each=2)
+        )  # with one to a replica
         gc.freeze()
         gc.set_threshold(10_000, 20)  # else collections are a part of the time under load
         announce("manylora: gateway, which passes requests on to the replicas of its registry")
         if server.auth == "off":
             announce(IS_OFF)
         elif sign_in := await sign_in_fragment(registry, key.secret):
-            announce(f"manylora: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
+            announce(
+                f"manylora: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)"
+            )
         announce(f"manylora: listening on {url}")
         sys.stdout.flush()
         await http.serve([listener])

@@ -13,7 +13,14 @@ from manylora.server.generation.schemas import GenerationBody, GenerationView
 from manylora.server.generation.vllm_fields import PromptView, TokenIdsView
 from manylora.server.http.bodies import Body, StoredBody, View
 from manylora.server.http.wrong_value import shown
-from manylora.server.tools.schemas import MAX_TOOLS, TOOL_CHOICE_SCHEMA, Call, Tool, ToolChoice, parse_tool_choice
+from manylora.server.tools.schemas import (
+    MAX_TOOLS,
+    TOOL_CHOICE_SCHEMA,
+    Call,
+    Tool,
+    ToolChoice,
+    parse_tool_choice,
+)
 
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 32
@@ -107,10 +114,14 @@ def _content(value: object) -> str:
                 message = f"Manylora takes message parts of type text only, got {told}."
                 raise UnsupportedParameterError(message, param="messages")
             if type(part.get(_TEXTS[kind])) is not str:
-                raise InvalidRequestError("A text part holds type and text, a string.", param="messages")
+                raise InvalidRequestError(
+                    "A text part holds type and text, a string.", param="messages"
+                )
             texts.append(part[_TEXTS[kind]])
         return "".join(texts)
-    raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
+    raise InvalidRequestError(
+        "A message's content must be a string or a list of text parts.", param="messages"
+    )
 
 
 class TextPart(BaseModel):
@@ -142,12 +153,19 @@ class Message(StoredBody):
     @model_validator(mode="before")
     @classmethod
     def _explain_null(cls, message: Any) -> Any:  # noqa: ANN401 - what a client sent
-        if isinstance(message, dict) and isinstance(refusal := message.get("refusal"), str) and refusal:
+        if (
+            isinstance(message, dict)
+            and isinstance(refusal := message.get("refusal"), str)
+            and refusal
+        ):
             content = message.get("content") or []
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             message = {**message, "content": [*parts, {"type": "refusal", "refusal": refusal}]}
         is_call = isinstance(message, dict) and bool(message.get("tool_calls"))
-        if not isinstance(message, dict) or message.get("content", None if is_call else "") is not None:
+        if (
+            not isinstance(message, dict)
+            or message.get("content", None if is_call else "") is not None
+        ):
             return message
         if message.get("role") != "assistant" and not is_call:
             reason = "content is null, which only an assistant's message may have. Send a text."
@@ -163,9 +181,13 @@ class Message(StoredBody):
     @model_validator(mode="after")
     def _calls_and_results_have_their_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
-            raise InvalidRequestError("tool_calls belong to messages of role assistant.", param="messages")
+            raise InvalidRequestError(
+                "tool_calls belong to messages of role assistant.", param="messages"
+            )
         if (self.tool_call_id is None) == (self.role == "tool"):
-            raise InvalidRequestError("A message of role tool, and no other, has a tool_call_id.", param="messages")
+            raise InvalidRequestError(
+                "A message of role tool, and no other, has a tool_call_id.", param="messages"
+            )
         return self
 
 
@@ -186,13 +208,22 @@ class ToolsBody(Body):
             message = "continue_final_message and add_generation_prompt cannot both be true: send one of them."
             raise InvalidRequestError(message, param="continue_final_message")
         kwargs = self.chat_template_kwargs
-        if len(kwargs) > MAX_TEMPLATE_KWARGS or len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS_LENGTH:
-            bounds = f"{MAX_TEMPLATE_KWARGS} entries and {MAX_TEMPLATE_KWARGS_LENGTH} characters of JSON"
-            raise InvalidRequestError(f"chat_template_kwargs may have {bounds}.", param="chat_template_kwargs")
+        if (
+            len(kwargs) > MAX_TEMPLATE_KWARGS
+            or len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS_LENGTH
+        ):
+            bounds = (
+                f"{MAX_TEMPLATE_KWARGS} entries and {MAX_TEMPLATE_KWARGS_LENGTH} characters of JSON"
+            )
+            raise InvalidRequestError(
+                f"chat_template_kwargs may have {bounds}.", param="chat_template_kwargs"
+            )
         names = [tool.function.name for tool in self.tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise InvalidRequestError(f"tools must have different names; {twice[0]} is there twice.", param="tools")
+            raise InvalidRequestError(
+                f"tools must have different names; {twice[0]} is there twice.", param="tools"
+            )
         return self
 
     @property
@@ -233,7 +264,9 @@ class ChatBody(GenerationBody, ToolsBody):
     echo: bool = False
     """Begin the answer with the last message, if that is the assistant's."""
     tool_choice: Annotated[
-        ToolChoice | None, BeforeValidator(parse_tool_choice), WithJsonSchema(TOOL_CHOICE_SCHEMA, mode="validation")
+        ToolChoice | None,
+        BeforeValidator(parse_tool_choice),
+        WithJsonSchema(TOOL_CHOICE_SCHEMA, mode="validation"),
     ] = None
     """Whether and what to call: auto where there are tools."""
     parallel_tool_calls: bool = True
@@ -262,7 +295,10 @@ class ChatBody(GenerationBody, ToolsBody):
                 raise InvalidRequestError(message, param="tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
             message = "max_tokens and max_completion_tokens differ: send one of them."
             raise InvalidRequestError(message, param="max_completion_tokens")
         return self
@@ -270,12 +306,18 @@ class ChatBody(GenerationBody, ToolsBody):
     @property
     def token_limit(self) -> int | None:
         """Most tokens to generate; None takes what the context leaves."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
 
     @property
     def echoed_text(self) -> str:
         """What goes before the answer."""
-        return self.messages[-1].content if self.echo and self.messages[-1].role == "assistant" else ""
+        return (
+            self.messages[-1].content if self.echo and self.messages[-1].role == "assistant" else ""
+        )
 
     @property
     def num_characters(self) -> int:
@@ -297,11 +339,17 @@ class ChatBody(GenerationBody, ToolsBody):
     @property
     def shown_tools(self) -> list[Tool]:
         """The tools that the chat template shows."""
-        return [] if self.tool_choice is not None and self.tool_choice.mode == "none" else self.tools
+        return (
+            [] if self.tool_choice is not None and self.tool_choice.mode == "none" else self.tools
+        )
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template."""
         effort = self.reasoning_effort
-        thinking = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        thinking = (
+            {}
+            if effort is None
+            else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        )
         return {**thinking, **self.chat_template_kwargs}

@@ -38,7 +38,9 @@ def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: i
     """
     logprobs: dict[int, list[float]] = {}
     for step in steps:
-        logprobs.setdefault(step.choice.index, []).extend(entry.logprob for entry in step.delta.logprobs or ())
+        logprobs.setdefault(step.choice.index, []).extend(
+            entry.logprob for entry in step.delta.logprobs or ()
+        )
     means = {index: sum(own) / max(len(own), 1) for index, own in logprobs.items()}
     best: list[Choice] = []
     for _, group in groupby(candidates, key=lambda choice: choice.prompt_index):
@@ -184,7 +186,9 @@ class Generation:
                     self._pass_on(choice, part)
                 if all(choice.text.is_finished for choice in choices):
                     return
-        raise EngineUnavailableError("The engine stopped before the request was finished; send it again.")
+        raise EngineUnavailableError(
+            "The engine stopped before the request was finished; send it again."
+        )
 
     def _check(self, output: RequestOutput, has_started: bool) -> None:
         """Raise the error if the engine ended the request without finishing its answer."""
@@ -198,12 +202,16 @@ class Generation:
 
     def _pass_on(self, choice: Choice, output: RequestOutput) -> None:
         delta = choice.text.push(self._within_limits(output))
-        self._arrived.put(ChoiceStep(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens))
+        self._arrived.put(
+            ChoiceStep(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens)
+        )
         if delta.finish_reason is not None:
             self._num_wanted -= 1
             if self.admission is not None:
                 prompt = choice.prompt_tokens
-                self.admission.finished(prompt - choice.cached_tokens, prompt, choice.text.num_tokens)
+                self.admission.finished(
+                    prompt - choice.cached_tokens, prompt, choice.text.num_tokens
+                )
 
     def _note(self, choice: Choice, output: RequestOutput) -> None:
         choice.cached_tokens = choice.cached_tokens or output.cached_tokens

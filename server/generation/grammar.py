@@ -20,7 +20,9 @@ Part = tuple[object, str]
 """A JSON schema, or a grammar as text, and its place in the body."""
 
 
-def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "", parts: Sequence[Part] = ()) -> Grammar:
+def checked_grammar(
+    lark: str, param: str, folder: Path, tenant: str = "", parts: Sequence[Part] = ()
+) -> Grammar:
     """What the engine is to hold an answer to.
 
     Args:
@@ -44,7 +46,11 @@ def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "", parts
         return Grammar.of(lark)
     is_schema = "%json" in lark
     told = schema_problem(problem) if is_schema else grammar_problem(problem, has_lines=False)
-    place, reason, is_schema = search.cause(parts) or (parts[0][1] if len(parts) == 1 else param, told, is_schema)
+    place, reason, is_schema = search.cause(parts) or (
+        parts[0][1] if len(parts) == 1 else param,
+        told,
+        is_schema,
+    )
     message = f"{place[:200]}: no answer can be held to this: {reason}."
     raise InvalidRequestError(
         message, param=place[:200], code="invalid_json_schema" if is_schema else "invalid_grammar"
@@ -70,7 +76,11 @@ class _Search:
             if isinstance(part, str):
                 problem = self.problem(part)
                 if problem is not None:
-                    return place, grammar_problem(problem, has_lines=place.endswith(".grammar")), False
+                    return (
+                        place,
+                        grammar_problem(problem, has_lines=place.endswith(".grammar")),
+                        False,
+                    )
             elif (found := self._alone(part, part, place)) is not None:
                 return *(self._within(part, part, place) or (place, found)), True
         return None
@@ -101,5 +111,9 @@ class _Search:
 def _parts(schema: object) -> Iterator[tuple[str, Any]]:
     """The keyword with a regular expression first, then the schemas within one."""
     if isinstance(schema, dict):
-        yield from ((name, {name: schema[name]}) for name in ("pattern",) if name in schema and len(schema) > 1)
+        yield from (
+            (name, {name: schema[name]})
+            for name in ("pattern",)
+            if name in schema and len(schema) > 1
+        )
         yield from ((".".join(place), each) for place, each in parts_of(schema))

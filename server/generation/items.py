@@ -15,7 +15,12 @@ from typing import Literal
 
 from pydantic import BeforeValidator
 
-from manylora.errors import InvalidRequestError, ManyloraError, RequestError, UnsupportedParameterError
+from manylora.errors import (
+    InvalidRequestError,
+    ManyloraError,
+    RequestError,
+    UnsupportedParameterError,
+)
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.openai_format import JsonObject, Part
@@ -202,11 +207,15 @@ class ItemWriter(ABC):
         if part.logprobs:
             self._logprobs += part.logprobs["content"]
         num_open = int(bool(part.calls) and part.calls[0].id is None)
-        for call in part.calls[:num_open]:  # what goes on with a call stands before all else of a part
+        for call in part.calls[
+            :num_open
+        ]:  # what goes on with a call stands before all else of a part
             yield self._item("call", call), call.arguments, []
         if part.reasoning:
             yield self._item("reasoning"), part.reasoning, []
-        if part.text or (part.finish_reason not in (None, "length") and not (self.items or part.calls)):
+        if part.text or (
+            part.finish_reason not in (None, "length") and not (self.items or part.calls)
+        ):
             logprobs, self._logprobs = self._logprobs, []
             yield self._item("text"), part.text, logprobs
         for call in part.calls[num_open:]:
@@ -216,7 +225,11 @@ class ItemWriter(ABC):
 
     def _item(self, kind: Kind, call: CallPiece | None = None) -> Item:
         """The last item, or a new one after it."""
-        if not self.items or self.items[-1].kind != kind or (call is not None and call.id is not None):
+        if (
+            not self.items
+            or self.items[-1].kind != kind
+            or (call is not None and call.id is not None)
+        ):
             self.items.append(Item(kind=kind, index=len(self.items), call=call))
         return self.items[-1]
 

@@ -61,7 +61,9 @@ class Origin:
 
     async def work(self, function: Callable[[], ResultT], num_bytes: int) -> ResultT:
         """Run a function that reads `num_bytes` bytes of the request; see `LongWork.run`."""
-        return await self.services.long_work.run(function, num_bytes, self.caller.tenant_id, self.caller.weight)
+        return await self.services.long_work.run(
+            function, num_bytes, self.caller.tenant_id, self.caller.weight
+        )
 
     async def tokenize(self, function: Callable[[], ResultT], num_characters: int) -> ResultT:
         """Run a function that tokenizes `num_characters` characters of the request."""
@@ -113,7 +115,9 @@ class Meter:
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=UsageDetails(cached_tokens=cached),
-            completion_tokens_details=OutputDetails(reasoning_tokens=sum(self._reasoning_tokens.values())),
+            completion_tokens_details=OutputDetails(
+                reasoning_tokens=sum(self._reasoning_tokens.values())
+            ),
         )
 
     def observe(self, step: ChoiceStep) -> None:
@@ -133,7 +137,9 @@ class Meter:
     def deliver(self, step: ChoiceStep) -> None:
         """Count a step as delivered: it is part of the next write."""
         choice, num_prompt = step.choice, len(step.choice.prompt.token_ids)
-        if choice.request.choice_index == 0 and choice.index not in self._tokens:  # the first step of a prompt
+        if (
+            choice.request.choice_index == 0 and choice.index not in self._tokens
+        ):  # the first step of a prompt
             self._cached_tokens += min(step.output.cached_tokens, num_prompt)
         self._prompt_tokens[choice.prompt_index] = num_prompt
         self._tokens[choice.index] = step.num_tokens
@@ -184,7 +190,9 @@ class Meter:
 
     def settle(self, event: UsageEvent) -> None:
         """Count a recorded event against the limits, and in the metrics."""
-        self._origin.reservation.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
+        self._origin.reservation.settle(
+            event.id, event.prompt_tokens + event.completion_tokens, event.at
+        )
         adapter = self._model.adapter
         if event.duration_s is not None and self._service_class == "interactive":
             self._services.metrics.whole.observe(event.duration_s)
@@ -192,7 +200,11 @@ class Meter:
             event.tenant,
             f"{adapter.tenant}/{adapter.name}" if adapter else None,
             event.status,
-            {"prompt": event.prompt_tokens, "cached": event.cached_tokens, "completion": event.completion_tokens},
+            {
+                "prompt": event.prompt_tokens,
+                "cached": event.cached_tokens,
+                "completion": event.completion_tokens,
+            },
         )
 
     async def finish_quietly(self, status: str) -> None:

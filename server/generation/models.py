@@ -48,7 +48,9 @@ async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
     after, is_last = None, False
     while not is_last:
         page = await adapters.list_adapters(tenant_id, after, PAGE)
-        models += [_view(services, adapter.name, adapter, adapter.current) for adapter in page.items]
+        models += [
+            _view(services, adapter.name, adapter, adapter.current) for adapter in page.items
+        ]
         after, is_last = page.next, page.next is None
     for adapter, version in await adapters.list_granted(tenant_id):
         name = f"{adapter.tenant}/{adapter.name}" + (f"@{version}" if version is not None else "")
@@ -60,13 +62,18 @@ async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
 async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelView:
     """Show one model, by any name that a request may use."""
     if not model_id:
-        raise NotFoundError("The path names no model. GET /v1/models lists all, GET /v1/models/NAME shows one.")
+        raise NotFoundError(
+            "The path names no model. GET /v1/models lists all, GET /v1/models/NAME shows one."
+        )
     model = await resolve_model(services, caller, model_id)
     return _view(services, model_id, model.adapter, model.version)
 
 
 def _view(
-    services: Services, name: str, adapter: AdapterIdentity | None = None, version: AdapterVersion | None = None
+    services: Services,
+    name: str,
+    adapter: AdapterIdentity | None = None,
+    version: AdapterVersion | None = None,
 ) -> ModelView:
     """A version of an adapter; without one, the base."""
     return ModelView(

@@ -24,7 +24,11 @@ LEAST = -9999.0
 def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
     """Append the lists of several pieces, key by key; None when there is no piece."""
     found = [piece for piece in pieces if piece is not None]
-    return {key: [value for piece in found for value in piece[key]] for key in found[0]} if found else None
+    return (
+        {key: [value for piece in found for value in piece[key]] for key in found[0]}
+        if found
+        else None
+    )
 
 
 def token_label(tokenizer: Tokenizer, token_id: int) -> str:
@@ -73,7 +77,9 @@ class ResponseFormat(ABC):
         self._asked = body
         self._tokenizer = tokenizer
         by_id = body.return_tokens_as_token_ids
-        self._label: Callable[[int], str] = "token_id:{}".format if by_id else partial(token_label, tokenizer)
+        self._label: Callable[[int], str] = (
+            "token_id:{}".format if by_id else partial(token_label, tokenizer)
+        )
         self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
         """By prompt."""
 
@@ -110,7 +116,9 @@ class ResponseFormat(ABC):
 
     def _place(self, entry: TokenLogprobs) -> JsonObject:
         """The token at a place of the prompt and the likeliest ones there, by id."""
-        ranked = [*zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)][: self._asked.prompt_logprobs]
+        ranked = [*zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)][
+            : self._asked.prompt_logprobs
+        ]
         return {
             str(token_id): {
                 "logprob": finite(logprob),
@@ -168,7 +176,9 @@ class CompletionFormat(ResponseFormat):
         if self._body.logprobs is None:
             return None
         delta, start = step.delta, len(self._echoed.get(step.choice.index, ""))
-        own = self._lists(delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets])
+        own = self._lists(
+            delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets]
+        )
         if step.output.prompt_logprobs is None or not self._body.echo:
             return own
         prompt = step.choice.prompt
@@ -190,7 +200,10 @@ class CompletionFormat(ResponseFormat):
         }
 
     def _lists(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offsets: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        offsets: Sequence[int],
     ) -> dict[str, list[object]]:
         """Lists for these tokens.
 
@@ -201,8 +214,12 @@ class CompletionFormat(ResponseFormat):
         """
         return {
             "tokens": [self._label(token_id) for token_id in token_ids],
-            "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": [None if entry is None else self._labelled(entry) for entry in logprobs],
+            "token_logprobs": [
+                None if entry is None else finite(entry.logprob) for entry in logprobs
+            ],
+            "top_logprobs": [
+                None if entry is None else self._labelled(entry) for entry in logprobs
+            ],
             "text_offset": list(offsets),
         }
 
@@ -247,15 +264,29 @@ class ChatFormat(ResponseFormat):
         step.choice.reasoning_tokens += num_reasoning
         finish_reason: str | None = delta.finish_reason
         if finish_reason is not None:
-            is_stopped = delta.stop_reason is not None and delta.stop_reason not in self._tokenizer.eos_token_ids
+            is_stopped = (
+                delta.stop_reason is not None
+                and delta.stop_reason not in self._tokenizer.eos_token_ids
+            )
             if reader.close(reading, is_cut=finish_reason != "stop" or is_stopped):
                 finish_reason = "length"
             elif finish_reason == "stop" and reader.num_calls:
                 finish_reason = "tool_calls"
-        reasoning, calls = reading.reasoning if plan.shows_reasoning else "", joined_calls(reading.calls)
-        return replace(part, text=reading.content, reasoning=reasoning, calls=calls, finish_reason=finish_reason)
+        reasoning, calls = (
+            reading.reasoning if plan.shows_reasoning else "",
+            joined_calls(reading.calls),
+        )
+        return replace(
+            part,
+            text=reading.content,
+            reasoning=reasoning,
+            calls=calls,
+            finish_reason=finish_reason,
+        )
 
-    def _read_by_token(self, reader: AnswerReader, step: ChoiceStep, entries: list[object]) -> tuple[Reading, int]:
+    def _read_by_token(
+        self, reader: AnswerReader, step: ChoiceStep, entries: list[object]
+    ) -> tuple[Reading, int]:
         """Read a step, and leave among the entries of its tokens those of text."""
         whole, num_reasoning, start = Reading(), 0, 0
         unread, text = self._unread.setdefault(step.choice.index, []), step.delta.text
@@ -270,7 +301,10 @@ class ChatFormat(ResponseFormat):
                 entries += unread
             if piece.content or piece.calls or count or (reader.is_text and not was_text):
                 unread.clear()
-            whole.content, whole.reasoning = whole.content + piece.content, whole.reasoning + piece.reasoning
+            whole.content, whole.reasoning = (
+                whole.content + piece.content,
+                whole.reasoning + piece.reasoning,
+            )
             whole.calls += piece.calls
         if step.delta.finish_reason is not None and reader.is_text:
             entries += unread
@@ -294,7 +328,12 @@ class ChatFormat(ResponseFormat):
         """`message`, `logprobs`, `finish_reason`."""
         text = self._echo + part.text
         content = None if part.calls and not text else text
-        message: JsonObject = {"role": "assistant", "content": content, "refusal": None, **_reasoning(part)}
+        message: JsonObject = {
+            "role": "assistant",
+            "content": content,
+            "refusal": None,
+            **_reasoning(part),
+        }
         if part.calls:
             message["tool_calls"] = [_call(call) for call in part.calls]
         return {"index": choice.index, "message": message, **self._end(part)}
@@ -335,11 +374,17 @@ def _token_ids(part: Part) -> JsonObject:
 
 
 def _reasoning(part: Part) -> JsonObject:
-    return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
+    return (
+        {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
+    )
 
 
 def _call(call: CallPiece) -> JsonObject:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _call_delta(call: CallPiece) -> JsonObject:
@@ -352,7 +397,9 @@ def joined(parts: Sequence[Part]) -> Part:
     """All parts of a choice as one."""
     last, text = parts[-1], "".join(part.text for part in parts)
     logprobs = merge([part.logprobs for part in parts])
-    if logprobs is not None and "text_offset" in logprobs:  # a stop string may have been cut off since
+    if (
+        logprobs is not None and "text_offset" in logprobs
+    ):  # a stop string may have been cut off since
         offsets = cast("list[int]", logprobs["text_offset"])
         logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
     return Part(
@@ -362,5 +409,7 @@ def joined(parts: Sequence[Part]) -> Part:
         logprobs=logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        token_ids=None if last.token_ids is None else [token for part in parts for token in part.token_ids or ()],
+        token_ids=None
+        if last.token_ids is None
+        else [token for part in parts for token in part.token_ids or ()],
     )

@@ -27,8 +27,22 @@ LEAST_TOP_P = 1e-9
 MAX_TOKEN_CHARACTERS = 128
 """Longest token that is reckoned with where the tokenizer does not tell."""
 _SAME = (
-    *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "seed", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+    *(
+        "temperature",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ),
+    *(
+        "logit_bias",
+        "seed",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    ),
 )
 """Fields that a body and `SamplingParams` have under one name."""
 
@@ -80,7 +94,9 @@ def prompts_and_params(
         return _chat(body, services, rendered)
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
-    params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
+    params = _params(
+        body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed
+    )
     prompts = [(_completion_prompt(given, body, services), params) for given in body.prompt]
     return prompts, _asked_grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts())
 
@@ -96,7 +112,9 @@ def held_to(prompts: Prompts, asked: AskedGrammar, services: Services, tenant: s
         InvalidRequestError: It is no grammar, or too large.
         CapacityError: It could not be checked.
     """
-    grammar = checked_grammar(asked.lark, asked.param, services.tokenizer.folder, tenant, asked.parts)
+    grammar = checked_grammar(
+        asked.lark, asked.param, services.tokenizer.folder, tenant, asked.parts
+    )
     return [(replace(prompt, grammar=grammar), params) for prompt, params in prompts]
 
 
@@ -109,7 +127,9 @@ def _completion_prompt(given: str | list[int], body: CompletionBody, services: S
         prompt = Prompt(token_ids=given)
     prompt = _truncated(prompt, body.truncate_prompt_tokens, body.max_tokens, services)
     _check_prompt(prompt, body.max_tokens, services, "prompt")
-    return replace(prompt, text_offsets=_text_offsets(prompt, body, services)) if body.echo else prompt
+    return (
+        replace(prompt, text_offsets=_text_offsets(prompt, body, services)) if body.echo else prompt
+    )
 
 
 def _text_offsets(prompt: Prompt, body: CompletionBody, services: Services) -> Sequence[int]:
@@ -117,7 +137,9 @@ def _text_offsets(prompt: Prompt, body: CompletionBody, services: Services) -> S
         return ()
     if prompt.text is not None:
         return services.tokenizer.text_offsets(prompt.text, body.add_special_tokens)
-    return prompt_offsets(services.tokenizer, prompt.token_ids, skip_special_tokens=body.skip_special_tokens)
+    return prompt_offsets(
+        services.tokenizer, prompt.token_ids, skip_special_tokens=body.skip_special_tokens
+    )
 
 
 def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Services) -> Prompt:
@@ -127,7 +149,11 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     room = services.ready.max_model_len - num_output
     _check_at_most(max(room, 1), wanted, "truncate_prompt_tokens", "truncate_prompt_tokens")
     num_kept = max(room if wanted == -1 else wanted, 1)
-    return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
+    return (
+        prompt
+        if len(prompt.token_ids) <= num_kept
+        else Prompt(token_ids=prompt.token_ids[-num_kept:])
+    )
 
 
 def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, AskedGrammar | None]:
@@ -135,7 +161,9 @@ def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, A
     answer = _answer_format(body, services)
     check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
-    prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
+    prompt = _truncated(
+        Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services
+    )
     lark, param, parts = body.grammar_rule(), body.grammar_param, body.grammar_parts()
     if answer is not None:
         begun = rendered if any(body.template_options.values()) else ""
@@ -184,7 +212,9 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
         InvalidRequestError: The chat has tools or calls, and Manylora does not know how the model writes them.
     """
     answer = format_of(services.tokenizer, services.config.model.tool_format)
-    has_calls = bool(body.shown_tools) or any(message.tool_calls or message.tool_call_id for message in body.messages)
+    has_calls = bool(body.shown_tools) or any(
+        message.tool_calls or message.tool_call_id for message in body.messages
+    )
     if has_calls and not (answer and answer.has_calls):
         raise InvalidRequestError(
             "Manylora does not know how this model writes calls of tools. The operator may name the format "
@@ -217,9 +247,15 @@ def _held_answer(
         return None, ()
     if body.has_own_grammar or (lark is None and not plan.tools):
         return lark, ()
-    writer = CallGrammar(format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule)
+    writer = CallGrammar(
+        format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule
+    )
     whole = writer.lark(
-        tools=plan.tools, choice=choice, is_parallel=body.parallel_tool_calls, thinks=plan.reader().thinks, answer=lark
+        tools=plan.tools,
+        choice=choice,
+        is_parallel=body.parallel_tool_calls,
+        thinks=plan.reader().thinks,
+        answer=lark,
     )
     return whole, writer.schemas
 
@@ -254,11 +290,21 @@ def _params(
 ) -> SamplingParams:
     server, last_token = services.config.server, services.ready.vocab_size - 1
     asked = [number for number in (body.prompt_logprobs, echoed_logprobs) if number is not None]
-    _check_at_most(server.max_logprobs, body.prompt_logprobs or 0, "prompt_logprobs", "prompt_logprobs")
-    _check_at_most(last_token, max(body.allowed_token_ids, default=0), "allowed_token_ids", "allowed_token_ids")
-    _check_at_most(last_token, max(body.logit_bias, default=0), "The token ids of logit_bias", "logit_bias")
-    _check_at_most(last_token, max(body.stop_token_ids, default=0), "stop_token_ids", "stop_token_ids")
-    _check_at_most(server.max_stops, len(body.stop), "The number of stop strings (server.max_stops)", "stop")
+    _check_at_most(
+        server.max_logprobs, body.prompt_logprobs or 0, "prompt_logprobs", "prompt_logprobs"
+    )
+    _check_at_most(
+        last_token, max(body.allowed_token_ids, default=0), "allowed_token_ids", "allowed_token_ids"
+    )
+    _check_at_most(
+        last_token, max(body.logit_bias, default=0), "The token ids of logit_bias", "logit_bias"
+    )
+    _check_at_most(
+        last_token, max(body.stop_token_ids, default=0), "stop_token_ids", "stop_token_ids"
+    )
+    _check_at_most(
+        server.max_stops, len(body.stop), "The number of stop strings (server.max_stops)", "stop"
+    )
     name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
     _check_at_most(server.max_logprobs, logprobs or 0, name, name)
     if logprobs is None and body.num_candidates > body.n:
@@ -280,7 +326,12 @@ def _check_candidates(body: GenerationBody, num_prompts: int, services: Services
     count, limit = body.num_candidates, services.config.server.max_choices
     name = "n" if body.best_of is None else "best_of"
     param = name if count > limit else "prompt"
-    _check_at_most(limit, num_prompts * count, f"The number of prompts times {name} (server.max_choices)", param)
+    _check_at_most(
+        limit,
+        num_prompts * count,
+        f"The number of prompts times {name} (server.max_choices)",
+        param,
+    )
 
 
 def _check_at_most(limit: int, value: int, what: str, param: str) -> None:
@@ -292,12 +343,18 @@ def _check_prompt(prompt: Prompt, num_output: int, services: Services, param: st
     """Refuse a prompt that has no tokens, unknown ones, or too many with those that are to follow."""
     num_prompt, context = len(prompt.token_ids), services.ready.max_model_len
     if not num_prompt:
-        raise InvalidRequestError("The prompt has no tokens; send at least one character.", param=param)
-    _check_at_most(services.ready.vocab_size - 1, max(prompt.token_ids), f"The token ids of {param}", param)
+        raise InvalidRequestError(
+            "The prompt has no tokens; send at least one character.", param=param
+        )
+    _check_at_most(
+        services.ready.vocab_size - 1, max(prompt.token_ids), f"The token ids of {param}", param
+    )
     total = num_prompt + num_output
     if total > context:
         parts = f"{num_prompt} in the {param}, {num_output} in the completion"
-        raise _too_long(context, f"you requested {total} tokens ({parts}). Shorten one of them", param)
+        raise _too_long(
+            context, f"you requested {total} tokens ({parts}). Shorten one of them", param
+        )
 
 
 def check_text(text: str, services: Services, *, is_truncated: bool = False) -> None:
@@ -320,11 +377,15 @@ def check_text(text: str, services: Services, *, is_truncated: bool = False) -> 
     if is_beyond or len(text) > MAX_TOKEN_CHARACTERS * context:
         raise _too_long(context, f"a text has {len(text)} characters, which do not fit. Shorten it")
     if services.tokenizer.swells(text):
-        raise InvalidRequestError(f"A text becomes more than {MAX_SWELLING} times as long when it is normalized.")
+        raise InvalidRequestError(
+            f"A text becomes more than {MAX_SWELLING} times as long when it is normalized."
+        )
 
 
 def _too_long(context: int, reason: str, param: str | None = None) -> ContextLengthError:
     """LiteLLM knows an overflow by the first words, and LangChain by the code where it stands in the message."""
     code = ContextLengthError.code
-    message = f"This model's maximum context length is {context} tokens. However, {reason} ({code})."
+    message = (
+        f"This model's maximum context length is {context} tokens. However, {reason} ({code})."
+    )
     return ContextLengthError(message, param=param)

@@ -98,7 +98,9 @@ class GenerationResponse(Response):
                         await plan.bill_computed()
                         raise
                     except CapacityError:
-                        if plan.meter.is_passed_on:  # nothing was sent: the gateway asks another server, by this id
+                        if (
+                            plan.meter.is_passed_on
+                        ):  # nothing was sent: the gateway asks another server, by this id
                             plan.meter.close("error")
                         raise
                     finally:
@@ -131,12 +133,22 @@ class GenerationResponse(Response):
                 await plan.bill_computed()
             told = error if isinstance(error, ManyloraError) else EngineError(str(error))
             await asyncio.shield(plan.meter.finish_quietly("error"))
-            await send({"type": "http.response.body", "body": plan.writer.failure(told), "more_body": False})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": plan.writer.failure(told),
+                    "more_body": False,
+                }
+            )
             if told is not error:
                 raise
 
     async def _send_steps(
-        self, first: list[ChoiceStep], steps: AsyncIterator[list[ChoiceStep]], send: Send, is_gone: Callable[[], bool]
+        self,
+        first: list[ChoiceStep],
+        steps: AsyncIterator[list[ChoiceStep]],
+        send: Send,
+        is_gone: Callable[[], bool],
     ) -> None:
         """Send all steps that have arrived in one write, one event per step. A slow client gets more in each write."""
         plan, ends = self._plan, list[Part]()
@@ -152,7 +164,13 @@ class GenerationResponse(Response):
                 payload += plan.writer.events(step, part)
             if len(ends) == len(plan.generation.choices) and not is_gone():
                 await plan.meter.finish(_overall(ends))
-                await send({"type": "http.response.body", "body": payload + plan.writer.closing(), "more_body": False})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": payload + plan.writer.closing(),
+                        "more_body": False,
+                    }
+                )
                 return
             if payload:
                 await send({"type": "http.response.body", "body": payload, "more_body": True})

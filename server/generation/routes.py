@@ -78,7 +78,9 @@ STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 """How the OpenAPI page describes an answer that is streamed."""
 
 
-def post(router: APIRouter, path: str, body: type[Body], view: type[View]) -> Callable[[EndpointT], EndpointT]:
+def post(
+    router: APIRouter, path: str, body: type[Body], view: type[View]
+) -> Callable[[EndpointT], EndpointT]:
     """Decorator of an endpoint that plans a generation; `body` and `view` are for the OpenAPI page."""
     answers: dict[int | str, dict[str, Any]] = {200: {"model": view, "content": STREAM}}
     return router.post(path, response_model=None, responses=answers, openapi_extra=takes(body))
@@ -105,7 +107,9 @@ def deadline_s(headers: Mapping[str, str]) -> float | None:
     for name in DEADLINE_HEADERS:
         if (value := headers.get(name)) is not None:
             if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value)):
-                raise InvalidRequestError(f"{name} must be a whole number of milliseconds, at least 1.", param=name)
+                raise InvalidRequestError(
+                    f"{name} must be a whole number of milliseconds, at least 1.", param=name
+                )
             return int(value) / 1000
     return None
 
@@ -132,8 +136,12 @@ async def plan_generation(
             num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
         rendered = ""
         if isinstance(body, ChatBody):
-            rendered = await services.chats.render(await origin.work(partial(chat_job, body, services), num_characters))
-        prompts, asked = await origin.tokenize(lambda: prompts_and_params(body, services, rendered), num_characters)
+            rendered = await services.chats.render(
+                await origin.work(partial(chat_job, body, services), num_characters)
+            )
+        prompts, asked = await origin.tokenize(
+            lambda: prompts_and_params(body, services, rendered), num_characters
+        )
         if asked is not None:
             tenant = origin.caller.tenant_id or ""
             async with turn_of(tenant):
@@ -143,11 +151,22 @@ async def plan_generation(
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
 
         tokenizer = services.tokenizer
-        shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
+        shape = (
+            ChatFormat(body, tokenizer)
+            if isinstance(body, ChatBody)
+            else CompletionFormat(body, tokenizer)
+        )
         created, fingerprint = int(services.now().timestamp()), services.fingerprint
-        head: JsonObject = {"created": created, "model": model.name, "system_fingerprint": fingerprint}
+        head: JsonObject = {
+            "created": created,
+            "model": model.name,
+            "system_fingerprint": fingerprint,
+        }
         generation = Generation(
-            services.engine, choices, lambda num_output: reservation.grow(num_prompt + num_output), admission
+            services.engine,
+            choices,
+            lambda num_output: reservation.grow(num_prompt + num_output),
+            admission,
         )
         return PlannedGeneration(
             generation=generation,
@@ -169,7 +188,9 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await services.long_work.run(partial(parsed, kind, raw), len(raw), caller.tenant_id, caller.weight)
+    body = await services.long_work.run(
+        partial(parsed, kind, raw), len(raw), caller.tenant_id, caller.weight
+    )
     origin = Origin(
         services=services,
         caller=caller,
@@ -187,7 +208,9 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
 
 async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
     services = origin.services
-    sticky = origin.hop.sticky if origin.hop else body.user or origin.session or secrets.token_hex(8)
+    sticky = (
+        origin.hop.sticky if origin.hop else body.user or origin.session or secrets.token_hex(8)
+    )
     model = await resolve_model(services, origin.caller, body.model, body.adapter_id, sticky=sticky)
     if model.adapter is not None and model.version is not None:
         adapter, version = model.adapter, model.version
@@ -198,7 +221,9 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
 
 
 @contextmanager
-def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatBody) -> Iterator[Admission | None]:
+def _admitted(
+    origin: Origin, model: ResolvedModel, body: CompletionBody | ChatBody
+) -> Iterator[Admission | None]:
     """Let the request through the gate; if anything fails before the response begins, it leaves again.
 
     Raises:
@@ -234,7 +259,10 @@ def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatB
 
 
 async def _reserve(
-    services: Services, reservation: LimitReservation, body: CompletionBody | ChatBody, plan: Prompts
+    services: Services,
+    reservation: LimitReservation,
+    body: CompletionBody | ChatBody,
+    plan: Prompts,
 ) -> int:
     """Take the request's tokens before the engine sees it; returns those of the prompts.
 
@@ -244,15 +272,21 @@ async def _reserve(
     """
     is_open = body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
-    outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
+    outputs = sum(
+        min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan
+    )
     count = body.num_candidates
     least, most = prompts + count * len(plan), prompts + count * outputs
-    await services.accounts.secure(reservation.shares, tokens=reservation.wanted(least, most, is_open=is_open))
+    await services.accounts.secure(
+        reservation.shares, tokens=reservation.wanted(least, most, is_open=is_open)
+    )
     reservation.reserve(least, most, is_open=is_open)
     return prompts
 
 
-def _choices(origin: Origin, model: ResolvedModel, body: GenerationBody, plan: Prompts, ledger_id: str) -> list[Choice]:
+def _choices(
+    origin: Origin, model: ResolvedModel, body: GenerationBody, plan: Prompts, ledger_id: str
+) -> list[Choice]:
     """All candidates; those of a beam search have one request."""
     flow = FlowKey(
         lane=int(origin.line_id is not None),
@@ -281,5 +315,13 @@ def _choices(origin: Origin, model: ResolvedModel, body: GenerationBody, plan: P
             )
             shown_ids = prompt.answer.shown_ids if prompt.answer is not None else NONE_SHOWN
             text = TextStream(origin.services.tokenizer, params, prompt.token_ids, shown_ids)
-            choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))
+            choices.append(
+                Choice(
+                    index=index,
+                    prompt_index=prompt_index,
+                    prompt=prompt,
+                    request=request,
+                    text=text,
+                )
+            )
     return choices

@@ -110,19 +110,26 @@ def _stopping(value: object) -> object:
     if value is True or value is False or value == "never":
         return value
     raise InvalidRequestError(
-        f'early_stopping must be true, false or "never", got {shown(value)}.', param="early_stopping"
+        f'early_stopping must be true, false or "never", got {shown(value)}.',
+        param="early_stopping",
     )
 
 
 def _biases(value: object) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise InvalidRequestError(f"logit_bias must be an object of at most {MAX_BIASES} entries.", param="logit_bias")
+        raise InvalidRequestError(
+            f"logit_bias must be an object of at most {MAX_BIASES} entries.", param="logit_bias"
+        )
     biases = {}
     for token, bias in value.items():
         if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10):
-            raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")
+            raise InvalidRequestError(
+                "logit_bias must map token ids to numbers.", param="logit_bias"
+            )
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise InvalidRequestError("logit_bias takes numbers from -100 to 100.", param="logit_bias")
+            raise InvalidRequestError(
+                "logit_bias takes numbers from -100 to 100.", param="logit_bias"
+            )
         biases[int(token)] = float(bias)
     return biases
 
@@ -135,8 +142,24 @@ _SentBiases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 _Biases = Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_SentBiases)]
 
 NOT_IN_BEAM_SEARCH = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "stop", "echo", "min_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ),
+    *(
+        "logit_bias",
+        "stop",
+        "echo",
+        "min_tokens",
+        "bad_words",
+        "allowed_token_ids",
+        "prompt_logprobs",
+    ),
 )
 """Fields that beam search takes only with values that change nothing."""
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
@@ -177,7 +200,11 @@ class SamplingFields(Body):
     @classmethod
     def _take_whole_floats(cls, body: dict[str, object]) -> dict[str, object]:
         """5.0 as 5: some clients write every number as a float."""
-        wholes = {name: int(each) for name, each in body.items() if isinstance(each, float) and each.is_integer()}
+        wholes = {
+            name: int(each)
+            for name, each in body.items()
+            if isinstance(each, float) and each.is_integer()
+        }
         return body | wholes
 
 
@@ -213,7 +240,9 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true.", param="stream_options")
         if self.num_candidates < self.n:
-            raise InvalidRequestError(f"best_of must be at least n = {self.n}, got {self.best_of}.", param="best_of")
+            raise InvalidRequestError(
+                f"best_of must be at least n = {self.n}, got {self.best_of}.", param="best_of"
+            )
         if self.stream and (self.use_beam_search or self.num_candidates > self.n):
             param = "use_beam_search" if self.use_beam_search else "best_of"
             message = f"{param} compares finished candidates, so it cannot be streamed. Send stream: false."
@@ -256,7 +285,9 @@ class CompletionBody(GenerationBody):
 
     neutral_values = unsupported_params.COMPLETIONS
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
+    prompt: Annotated[
+        list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)
+    ]
     max_tokens: int = Field(16, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=100)
     echo: bool = False
@@ -266,7 +297,9 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _no_tokens_only_with_echo(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequestError("max_tokens must be at least 1; 0 is for echo: true only.", param="max_tokens")
+            raise InvalidRequestError(
+                "max_tokens must be at least 1; 0 is for echo: true only.", param="max_tokens"
+            )
         return self
 
     @property

@@ -73,7 +73,9 @@ class StructuredOutputs(Body):
     def _one_of_them(self) -> StructuredOutputs:
         given = [name for name, value in self if value not in (None, False)]
         if len(given) != 1:
-            message = "structured_outputs must have one of json, json_object, regex, choice and grammar."
+            message = (
+                "structured_outputs must have one of json, json_object, regex, choice and grammar."
+            )
             raise InvalidRequestError(message, param="structured_outputs")
         return self
 
@@ -85,10 +87,16 @@ class StructuredOutputs(Body):
             from llguidance import regex_to_lark
 
             if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
-                message = "The regex ends in a backslash that escapes nothing. Write two to mean one."
-                raise InvalidRequestError(message, param="structured_outputs.regex", code="invalid_grammar")
+                message = (
+                    "The regex ends in a backslash that escapes nothing. Write two to mean one."
+                )
+                raise InvalidRequestError(
+                    message, param="structured_outputs.regex", code="invalid_grammar"
+                )
             return f"start: /{regex_to_lark(self.regex)}/"
-        if self.choice is not None:  # a name in capitals is a terminal, of which the texts are parts
+        if (
+            self.choice is not None
+        ):  # a name in capitals is a terminal, of which the texts are parts
             return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in self.choice)
         return json_object_grammar() if self.grammar is None else _own_grammar(self.grammar)
 
@@ -100,7 +108,9 @@ class StructuredOutputs(Body):
     @property
     def place(self) -> str:
         """The field of the request."""
-        return "structured_outputs." + next(name for name, value in self if value not in (None, False)).rstrip("_")
+        return "structured_outputs." + next(
+            name for name, value in self if value not in (None, False)
+        ).rstrip("_")
 
 
 class GrammarFields(Body):
@@ -131,9 +141,16 @@ class GrammarFields(Body):
         """Schemas, patterns and grammars that the client sent, each with its place."""
         if self.structured_outputs is not None:
             schema = self.structured_outputs.json_schema
-            return [(self.structured_outputs.rule() if schema is None else schema, self.structured_outputs.place)]
+            return [
+                (
+                    self.structured_outputs.rule() if schema is None else schema,
+                    self.structured_outputs.place,
+                )
+            ]
         form = self.response_format
-        schema = form.json_schema.schema_ if form is not None and form.json_schema is not None else None
+        schema = (
+            form.json_schema.schema_ if form is not None and form.json_schema is not None else None
+        )
         return [] if schema is None else [(schema, "response_format.json_schema.schema")]
 
     def grammar_rule(self) -> str | None:
@@ -160,7 +177,9 @@ class GrammarFields(Body):
         }
         for name, is_there in others.items() if self.has_grammar else ():
             if is_there:
-                raise InvalidRequestError(f"{name} cannot be used with {self.grammar_param}.", param=name)
+                raise InvalidRequestError(
+                    f"{name} cannot be used with {self.grammar_param}.", param=name
+                )
 
 
 def _parsed(schema: Schema | str) -> object:

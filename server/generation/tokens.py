@@ -75,7 +75,9 @@ class DetokenizeBody(Body):
 @router.post("/tokenize", response_model=TokenizeView, openapi_extra=takes(TokenizeBody))
 async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn a prompt or a chat into token ids."""
-    body = await json_body(request, TokenizeBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, TokenizeBody, services.config.server.max_body_bytes, services.pace
+    )
     await _check_model(services, caller, body.model)
     text = body.prompt or ""
     if body.messages is not None:
@@ -88,10 +90,14 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
 @router.post("/detokenize", response_model=DetokenizeView, openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn token ids into text."""
-    body = await json_body(request, DetokenizeBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, DetokenizeBody, services.config.server.max_body_bytes, services.pace
+    )
     await _check_model(services, caller, body.model)
     if max(body.tokens, default=0) >= services.ready.vocab_size:
-        raise InvalidRequestError(f"The ids in tokens must be at most {services.ready.vocab_size - 1}.", param="tokens")
+        raise InvalidRequestError(
+            f"The ids in tokens must be at most {services.ready.vocab_size - 1}.", param="tokens"
+        )
     answer = await unbilled(request, caller, partial(_detokenized, services, body))
     reservation_of(request).spend(len(body.tokens))
     return Response(answer, media_type="application/json")
@@ -103,8 +109,13 @@ async def unbilled(request: Request, caller: Caller, work: Callable[[], ResultT]
     Raises:
         RateLimitError: The tokens of the minute are used up when its turn comes.
     """
-    num_bytes, begin = BYTES_PER_CHARACTER * _num_bytes(request), reservation_of(request).check_minute
-    return await services_of(request).long_work.run(work, num_bytes, caller.tenant_id, caller.weight, begin)
+    num_bytes, begin = (
+        BYTES_PER_CHARACTER * _num_bytes(request),
+        reservation_of(request).check_minute,
+    )
+    return await services_of(request).long_work.run(
+        work, num_bytes, caller.tenant_id, caller.weight, begin
+    )
 
 
 async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
@@ -119,7 +130,9 @@ def _num_bytes(request: Request) -> int:
     return services_of(request).config.server.max_body_bytes if length is None else length
 
 
-@router.get("/tokenizer_info", response_class=JSONResponse, responses=sends("application/json", OBJECT))
+@router.get(
+    "/tokenizer_info", response_class=JSONResponse, responses=sends("application/json", OBJECT)
+)
 async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
     """Show the tokenizer's settings."""
     return JSONResponse(services.tokenizer_settings)
@@ -138,7 +151,12 @@ def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, 
     begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     tokens = tokenizer.encode(text, add_special_tokens=begins)
     texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-    view = {"count": len(tokens), "max_model_len": services.ready.max_model_len, "tokens": tokens, "token_strs": texts}
+    view = {
+        "count": len(tokens),
+        "max_model_len": services.ready.max_model_len,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
     return len(tokens), orjson.dumps(view)
 
 

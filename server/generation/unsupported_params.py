@@ -12,9 +12,30 @@ Neutral = Mapping[str, tuple[object, ...]]
 
 IGNORED = frozenset(
     {
-        *("metadata", "store", "service_tier", "safety_identifier", "client_metadata", "max_tool_calls", "prediction"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "context_management"),
-        *("inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id", "billing_policy"),
+        *(
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "client_metadata",
+            "max_tool_calls",
+            "prediction",
+        ),
+        *(
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prompt_cache_options",
+            "cache_control",
+            "context_management",
+        ),
+        *(
+            "inference_geo",
+            "speed",
+            "diagnostics",
+            "user_profile_id",
+            "workspace_id",
+            "billing_policy",
+        ),
         *("access_programs", "fallback_credit_token"),
     }
 )
@@ -22,7 +43,15 @@ IGNORED = frozenset(
 
 HINTS = {
     f"guided_{name}": f"Manylora does not support guided_{name}. Send structured_outputs with json, regex or the like."
-    for name in ("json", "regex", "choice", "grammar", "json_object", "decoding_backend", "whitespace_pattern")
+    for name in (
+        "json",
+        "regex",
+        "choice",
+        "grammar",
+        "json_object",
+        "decoding_backend",
+        "whitespace_pattern",
+    )
 }
 """What to do instead of sending some of them."""
 
@@ -50,4 +79,6 @@ COMPLETIONS: Neutral = {**SHARED, "suffix": ("",), "prompt_embeds": ()}
 CHAT: Neutral = {**SHARED, **TOKENIZE, "documents": ()}
 MESSAGE: Neutral = {"function_call": (), "audio": (), "images": ([],), "prefix": (False,)}
 """Fields that change a message in a way that is not served; other fields that clients keep with one are ignored."""
-MESSAGE_HINTS = {"prefix": "Manylora does not support prefix. Send continue_final_message: true with the request."}
+MESSAGE_HINTS = {
+    "prefix": "Manylora does not support prefix. Send continue_final_message: true with the request."
+}

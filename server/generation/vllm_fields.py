@@ -51,7 +51,9 @@ class VllmFields(Body):
     bad_words: list[Word] = Field(default_factory=list, max_length=128)
     """Texts not to generate, each as it is tokenized at the start of a text and after a space. Other tokens that make
     up the same text are not ruled out."""
-    allowed_token_ids: list[Token] = Field(default_factory=list, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    allowed_token_ids: list[Token] = Field(
+        default_factory=list, min_length=1, max_length=MAX_ALLOWED_TOKENS
+    )
     """Choose among these tokens only; leave it out to allow all."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
@@ -85,9 +87,14 @@ def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[i
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        bare, spaced = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        bare, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for space in ("", " ")
+        )
         if not bare:
-            raise InvalidRequestError("Each of bad_words must have at least one token.", param="bad_words")
+            raise InvalidRequestError(
+                "Each of bad_words must have at least one token.", param="bad_words"
+            )
         found[bare] = None
         if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
             found[spaced] = None

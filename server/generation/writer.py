@@ -28,7 +28,9 @@ class ChunkWriter:
         head: `created`, `model`, `system_fingerprint`: the same in every chunk.
     """
 
-    def __init__(self, body: GenerationBody, shape: ResponseFormat, meter: Meter, head: JsonObject) -> None:
+    def __init__(
+        self, body: GenerationBody, shape: ResponseFormat, meter: Meter, head: JsonObject
+    ) -> None:
         self._shape = shape
         self._meter = meter
         self._head: JsonObject = {"id": shape.id_prefix + secrets.token_hex(16), **head}
@@ -39,7 +41,8 @@ class ChunkWriter:
     def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
         """The body of an answer that is not streamed; all that each choice says is one part."""
         choices = [
-            self._shape.whole_choice(replace(choice, index=index), end) for index, (choice, end) in enumerate(ends)
+            self._shape.whole_choice(replace(choice, index=index), end)
+            for index, (choice, end) in enumerate(ends)
         ]
         head = {"object": self._shape.whole_object, **self._head, **self._shape.extras(ends[0][0])}
         return {**head, "choices": choices, "usage": self._meter.usage.model_dump()}
@@ -60,7 +63,10 @@ class ChunkWriter:
         """`[DONE]`, after the usage where it is asked for."""
         if not self._options.include_usage:
             return sse.DONE
-        return sse.event({**self._chunk_head, "choices": [], "usage": self._meter.usage.model_dump()}) + sse.DONE
+        return (
+            sse.event({**self._chunk_head, "choices": [], "usage": self._meter.usage.model_dump()})
+            + sse.DONE
+        )
 
     def failure(self, error: ManyloraError) -> bytes:
         """The end of a stream that an error cuts: an event like the body of an error."""

@@ -29,7 +29,9 @@ def iso(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-Moment = Annotated[str, BeforeValidator(lambda value: iso(value) if isinstance(value, datetime) else value)]
+Moment = Annotated[
+    str, BeforeValidator(lambda value: iso(value) if isinstance(value, datetime) else value)
+]
 """A time as text for clients; takes a datetime."""
 
 
@@ -138,7 +140,8 @@ MODULE_NAMES = tuple(path.rsplit(".", 1)[-1] for path in MODULE_PATHS)
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Scope = Literal["infer", "adapters", "usage"]
 Labels = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
 ]
 
 
@@ -148,10 +151,14 @@ def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None
     properties = schema.setdefault("properties", {})
     for name, field in properties.items():
         if name not in required and {"type": "null"} not in field.get("anyOf", []):
-            keep = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            keep = {
+                key: field.pop(key) for key in ("title", "description", "default") if key in field
+            }
             properties[name] = {"anyOf": [field, {"type": "null"}], **keep}
     for name, values in model.neutral_values.items():
-        properties.setdefault(name, {"enum": [*values, None], "description": "Accepted only if it changes nothing."})
+        properties.setdefault(
+            name, {"enum": [*values, None], "description": "Accepted only if it changes nothing."}
+        )
     for name in sorted(model.ignored):
         properties.setdefault(name, {"description": "Accepted and ignored."})
 
@@ -186,7 +193,9 @@ class Body(BaseModel):
     """Whether texts may hold NUL. Prompts may; what is stored in the database may not."""
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         """Lists and objects are refused at their first wrong item: of a million wrong ones, only the first is told."""
         schema = handler(source)
         _fail_fast(schema)

@@ -92,7 +92,9 @@ async def read_chunks(
             async with asyncio.timeout(pace.stall_s):
                 message = await request.receive()
         except TimeoutError as error:
-            raise TimeoutExceededError(f"No byte of the body came for {pace.stall_s:g} seconds.") from error
+            raise TimeoutExceededError(
+                f"No byte of the body came for {pace.stall_s:g} seconds."
+            ) from error
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk, more = message.get("body", b""), message.get("more_body", False)
@@ -102,7 +104,9 @@ async def read_chunks(
         keep(received)
         elapsed = pace.clock() - started
         if more and elapsed > pace.grace_s and received < elapsed * pace.bytes_per_s:
-            raise TimeoutExceededError(f"The body came at less than {pace.bytes_per_s:g} bytes per second.")
+            raise TimeoutExceededError(
+                f"The body came at less than {pace.bytes_per_s:g} bytes per second."
+            )
         if chunk:
             yield chunk
     if turn is not None:
@@ -161,12 +165,17 @@ class BodyBudget:
             num_tenants = len(self.held | Counter({tenant: 1})) + 1  # and one that may come
             if (held + num_bytes) * num_tenants > self.most_bytes:
                 message = (
-                    f"The tenant's requests on their way have {held} bytes, and there is no room for more of them."
+                    f"The tenant's requests on their way have {held} bytes, "
+                    "and there is no room for more of them."
                 )
                 raise RateLimitError(
-                    f"{message} Try again in {AGAIN_S:g} s.", retry_after_s=AGAIN_S, code="limit.bodies"
+                    f"{message} Try again in {AGAIN_S:g} s.",
+                    retry_after_s=AGAIN_S,
+                    code="limit.bodies",
                 )
-            message = f"The server holds as many bytes of requests as it may. Try again in {AGAIN_S:g} s."
+            message = (
+                f"The server holds as many bytes of requests as it may. Try again in {AGAIN_S:g} s."
+            )
             raise CapacityError(message, retry_after_s=AGAIN_S, code="server.overloaded")
         self.held[tenant] += num_bytes
         self._total += num_bytes

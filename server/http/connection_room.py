@@ -87,7 +87,11 @@ class ConnectionRoom:
         connections.popitem(last=False)[0].give_way()
         if now_s - self._warned_s >= WARN_S:
             self._warned_s = now_s
-            log.warning("connections_give_way", most=self._most, hint="Raise the limit of open files (ulimit -n).")
+            log.warning(
+                "connections_give_way",
+                most=self._most,
+                hint="Raise the limit of open files (ulimit -n).",
+            )
 
 
 def raise_descriptor_limit() -> None:

@@ -33,14 +33,20 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # browsers ask each time; an unchanged file is not sent again
 }
-_OPEN = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES) + "|/static/.+|/favicon\\.ico")
+_OPEN = re.compile(
+    "|".join(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES) + "|/static/.+|/favicon\\.ico"
+)
 
 
 class DashboardFiles(StaticFiles):
     """Files with the headers that keep a page to this server."""
 
     def file_response(
-        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: Scope,
+        status_code: int = 200,
     ) -> Response:
         """The file, or 304 if the ETag matches."""
         response = super().file_response(full_path, stat_result, scope, status_code)
@@ -51,7 +57,9 @@ class DashboardFiles(StaticFiles):
 def is_public(scope: Scope) -> bool:
     """Whether a request needs no key."""
     path = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and (path in PUBLIC_PATHS or _OPEN.fullmatch(path) is not None)
+    return scope["method"] in ("GET", "HEAD") and (
+        path in PUBLIC_PATHS or _OPEN.fullmatch(path) is not None
+    )
 
 
 def add_dashboard(app: FastAPI) -> None:

@@ -15,7 +15,12 @@ from starlette.requests import Request
 
 from manylora.adapters.blobs.local import BlobWriter
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from manylora.errors import AdapterFormatError, InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
+from manylora.errors import (
+    AdapterFormatError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    TimeoutExceededError,
+)
 from manylora.server.http.body import STREAM_BYTES, Pace, held_body, read_chunks
 from manylora.server.http.openapi import BINARY, TEXT
 from manylora.server.threads import in_thread
@@ -99,7 +104,9 @@ class Form:
             raise _malformed("The multipart body ends before its last boundary.")
         for name in self.required:
             if name not in self._texts:
-                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
+                raise InvalidRequestError(
+                    f"The part {name} is missing.", param=name, code="upload.missing_part"
+                )
 
     def _begin_part(self) -> None:
         self._part = None
@@ -183,7 +190,9 @@ class UploadForm(Form):
         return bytes(self._texts["config"])
 
 
-async def read_form(request: Request, kind: type[FormT], file: BlobWriter, limit: int, pace: Pace) -> FormT:
+async def read_form(
+    request: Request, kind: type[FormT], file: BlobWriter, limit: int, pace: Pace
+) -> FormT:
     """Read the whole body; the bytes of the file are written to `file`.
 
     Args:
@@ -228,7 +237,9 @@ def _boundary(request: Request) -> bytes:
 
 def digest_mismatch(file: str) -> AdapterFormatError:
     """The error for a file that does not have the announced digest."""
-    message = f"The bytes of {file} do not have the SHA-256 that was announced; send the file again."
+    message = (
+        f"The bytes of {file} do not have the SHA-256 that was announced; send the file again."
+    )
     return AdapterFormatError(message, code="upload.digest_mismatch", param=file)
 
 

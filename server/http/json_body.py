@@ -23,7 +23,9 @@ async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace
     """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
     raw, identity = await json_bytes(request, limit, pace), request.state.identity
     work = services_of(request).long_work
-    return await work.run(lambda: parsed(model, raw), len(raw), identity.tenant_id, identity.tenant_weight)
+    return await work.run(
+        lambda: parsed(model, raw), len(raw), identity.tenant_id, identity.tenant_weight
+    )
 
 
 async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
@@ -35,9 +37,13 @@ async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
         PayloadTooLargeError: More than `limit` bytes.
         TimeoutExceededError: The client is too slow.
     """
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    media_type = (
+        request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    )
     if media_type != "application/json":
-        raise InvalidRequestError("The body must be JSON: send Content-Type application/json.", code="invalid_json")
+        raise InvalidRequestError(
+            "The body must be JSON: send Content-Type application/json.", code="invalid_json"
+        )
     keep = held_body(request).keep
     return b"".join([chunk async for chunk in read_chunks(request, limit, pace, keep=keep)])
 
@@ -89,9 +95,13 @@ def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParamet
     if first["type"] == "extra_forbidden":
         return UnsupportedParameterError(f"{param} is not a parameter of this route.", param=param)
     if first["type"] == "missing":
-        return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
+        return InvalidRequestError(
+            f"{param} is required.", param=param, code="missing_required_parameter"
+        )
     code = "invalid_json" if first["type"] == "invalid_json" else "invalid_value"
-    return InvalidRequestError(f"{param or 'The body'}: {wrong_value(first)}.", param=param or None, code=code)
+    return InvalidRequestError(
+        f"{param or 'The body'}: {wrong_value(first)}.", param=param or None, code=code
+    )
 
 
 def _invalid(message: str) -> InvalidRequestError:

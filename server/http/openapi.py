@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
 IDEMPOTENCY_KEY = "Idempotency-Key"
-TEXT, BINARY, OBJECT = {"type": "string"}, {"type": "string", "format": "binary"}, {"type": "object"}
+TEXT, BINARY, OBJECT = (
+    {"type": "string"},
+    {"type": "string", "format": "binary"},
+    {"type": "object"},
+)
 _bodies: dict[str, type[BaseModel]] = {}
 
 
@@ -33,14 +37,27 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 def takes_form(kind: type[Form]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads this form."""
-    parts = {kind.file: kind.file_schema, **{name: schema for name, (_, schema) in kind.parts.items()}}
-    form = {"type": "object", "required": [*kind.required], "additionalProperties": False, "properties": parts}
+    parts = {
+        kind.file: kind.file_schema,
+        **{name: schema for name, (_, schema) in kind.parts.items()},
+    }
+    form = {
+        "type": "object",
+        "required": [*kind.required],
+        "additionalProperties": False,
+        "properties": parts,
+    }
     return _request_body("multipart/form-data", form)
 
 
 def takes_retries() -> dict[str, Any]:
     """`openapi_extra` of a route that may be called again under the same key."""
-    schema = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]([ -~]*[!-~])?$"}
+    schema = {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": 255,
+        "pattern": "^[!-~]([ -~]*[!-~])?$",
+    }
     about = "A request repeated with the same key within 24 hours is done once and gets the same answer."
     return _header(IDEMPOTENCY_KEY, schema, about)
 
@@ -57,15 +74,22 @@ def sends(media_type: str, schema: Mapping[str, object]) -> dict[int | str, dict
 
 def openapi_page(app: FastAPI) -> dict[str, Any]:
     """The page of an app, with all bodies and errors."""
-    page = get_openapi(title="Manylora", version=manylora.__version__, routes=app.routes, summary=app.summary)
+    page = get_openapi(
+        title="Manylora", version=manylora.__version__, routes=app.routes, summary=app.summary
+    )
     models: list[type[BaseModel]] = [*_bodies.values(), ErrorView, AnthropicErrorView]
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REF
+    )
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     for name in _FOREIGN:
         schemas.pop(name, None)
     header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-    page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "header": header}
+    page["components"]["securitySchemes"] = {
+        "key": {"type": "http", "scheme": "bearer"},
+        "header": header,
+    }
     page["security"] = [{"key": []}, {"header": []}]
     for path, operations in page["paths"].items():
         for method, operation in operations.items():
@@ -105,5 +129,11 @@ def _request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _header(name: str, schema: dict[str, Any], about: str) -> dict[str, Any]:
-    header = {"name": name, "in": "header", "required": False, "schema": schema, "description": about}
+    header = {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "schema": schema,
+        "description": about,
+    }
     return {"parameters": [header]}

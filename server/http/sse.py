@@ -9,7 +9,11 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
-HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 def event(content: object, name: str = "") -> bytes:

@@ -42,7 +42,9 @@ def unknown_route(path: str, has_route: Callable[[str], bool]) -> ManyloraError:
     """The error for a path without a route; the arguments are those of `hint`."""
     for known, instead in NOT_SERVED.items():
         if path == known or path.startswith(f"{known.rstrip('/')}/"):
-            return InvalidRequestError(f"Manylora does not serve {instead}", code="unsupported_route")
+            return InvalidRequestError(
+                f"Manylora does not serve {instead}", code="unsupported_route"
+            )
     return NotFoundError(f"There is no route {path[:MAX_SHOWN]}.{hint(path, has_route)}")
 
 

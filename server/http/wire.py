@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from manylora.errors import InvalidRequestError, ManyloraError, PayloadTooLargeError, TimeoutExceededError
+from manylora.errors import (
+    InvalidRequestError,
+    ManyloraError,
+    PayloadTooLargeError,
+    TimeoutExceededError,
+)
 from manylora.server.errors import error_response
 
 if TYPE_CHECKING:
@@ -167,7 +172,11 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer what the parser refused."""
         del msg
         is_too_long = self._head_bytes > MAX_HEAD_BYTES
-        self._refuse(_too_long() if is_too_long else InvalidRequestError("This is not HTTP.", code="invalid_http"))
+        self._refuse(
+            _too_long()
+            if is_too_long
+            else InvalidRequestError("This is not HTTP.", code="invalid_http")
+        )
 
     def _trust(self) -> None:
         self._room.trust(self)
@@ -175,7 +184,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the head is too long")  # the parser turns it into a call of send_400_response
+            raise ValueError(
+                "the head is too long"
+            )  # the parser turns it into a call of send_400_response
 
     def _start_clock(self) -> None:
         if self._clock is None:
@@ -188,7 +199,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         if self._untold_bytes:
-            self._refuse(TimeoutExceededError(f"The request's headers did not come within {self.head_s:g} seconds."))
+            self._refuse(
+                TimeoutExceededError(
+                    f"The request's headers did not come within {self.head_s:g} seconds."
+                )
+            )
         else:
             self.transport.close()
 
@@ -198,9 +213,13 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self.cycle is None or self.cycle.response_complete:
             response = error_response(error)
-            headers = [(name, value) for name, value in response.raw_headers if name != b"connection"]
+            headers = [
+                (name, value) for name, value in response.raw_headers if name != b"connection"
+            ]
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
-            self.transport.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", bytes(response.body)]))
+            self.transport.write(
+                b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", bytes(response.body)])
+            )
         # Closed with bytes unread, the connection would be reset, and the answer perhaps lost on its way.
         self._is_refused, self._unasked_bytes = True, 0
         self.transport.write_eof()

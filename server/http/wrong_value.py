@@ -8,14 +8,18 @@ from typing import Any
 
 MAX_SHOWN = 60
 _EXPECTED = {
-    **dict.fromkeys(("int_type", "int_from_float", "int_parsing", "int_parsing_size"), "a whole number"),
+    **dict.fromkeys(
+        ("int_type", "int_from_float", "int_parsing", "int_parsing_size"), "a whole number"
+    ),
     **dict.fromkeys(("float_type", "float_parsing", "decimal_type", "decimal_parsing"), "a number"),
     "decimal_max_places": "a number of at most {decimal_places} decimal places",
     "finite_number": "a number that is finite",
     **dict.fromkeys(("string_type", "string_sub_type", "string_unicode"), "a string"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     **dict.fromkeys(("list_type", "tuple_type", "set_type", "iterable_type"), "a list"),
-    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type"), "an object"),
+    **dict.fromkeys(
+        ("dict_type", "mapping_type", "model_type", "model_attributes_type"), "an object"
+    ),
     "none_required": "null",
     "path_type": "a path",
     "greater_than": "greater than {gt}",

@@ -48,7 +48,9 @@ class FairSemaphore:
             a newcomer need not wait until a long hold ends. Those who hold more get none until there are fewer again.
     """
 
-    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic, *, spare: int = 0) -> None:
+    def __init__(
+        self, places: int, clock: Callable[[], float] = time.monotonic, *, spare: int = 0
+    ) -> None:
         self._clock = clock
         self._places = places
         self._spare = spare
@@ -106,7 +108,11 @@ class FairSemaphore:
         if self._free > 0 or not waiting or self._free <= -self._spare:
             return waiting if self._free > 0 else []
         weights = sum(served.weight for served in self._tenants.values() if served.is_active)
-        return [served for served in waiting if served.held < max(1, self._places * served.weight / weights)]
+        return [
+            served
+            for served in waiting
+            if served.held < max(1, self._places * served.weight / weights)
+        ]
 
     def _let_in(self) -> None:
         while waiting := self._next():

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from manylora.engine.fairness.prices import Prices
 from manylora.errors import CapacityError, ManyloraError, RateLimitError
-from manylora.server.limits.prediction import FACTOR_BOUNDS, START_FACTOR, Ask, Predicted, Prediction, cost
+from manylora.server.limits.prediction import (
+    FACTOR_BOUNDS,
+    START_FACTOR,
+    Ask,
+    Predicted,
+    Prediction,
+    cost,
+)
 from manylora.server.limits.return_slots import ReturnSlots
 
 if TYPE_CHECKING:
@@ -116,7 +123,9 @@ class Admission:
         predicted = self._predicted.units / self._ask.num_choices
         share = cost(self._gate.prices, num_computed, num_prompt, num_output) / predicted
         low, high = FACTOR_BOUNDS
-        self._tenant.mean_cost += (min(high, max(low, share)) - self._tenant.mean_cost) / MEAN_MEMORY
+        self._tenant.mean_cost += (
+            min(high, max(low, share)) - self._tenant.mean_cost
+        ) / MEAN_MEMORY
         self._gate.prediction.learn_length(self._ask, num_output, self._gate.num_waiting)
 
     def refused(self, error: ManyloraError) -> ManyloraError:
@@ -137,7 +146,9 @@ class Admission:
     def _leave_queue(self, count: int) -> None:
         self._num_waiting -= count
         self._gate.num_waiting -= count
-        self._tenant.start(self._ask.adapter, count, self._predicted.units / self._ask.num_choices * count)
+        self._tenant.start(
+            self._ask.adapter, count, self._predicted.units / self._ask.num_choices * count
+        )
 
     def _count_running(self, change: int) -> None:
         self._num_running += change
@@ -210,7 +221,9 @@ class Gate:
         is_full = self._is_full(tenant)
         is_crowded = tenant.waiting > 0 and (is_late or is_full)
         if turn > 0 and not is_crowded:
-            tenant.slots.claim(ask.key)  # it came at its time, even if its own deadline forbids to wait
+            tenant.slots.claim(
+                ask.key
+            )  # it came at its time, even if its own deadline forbids to wait
         if is_crowded or (tenant.waiting and wait_s > _deadline_s(ask)):
             after_s = self._after_s(ask, wait_s)
             if is_crowded:
@@ -244,7 +257,9 @@ class Gate:
         """Count a refusal by the engine; returns the seconds after which the request may come back."""
         tenant = self._enter(ask, self._clock())
         self._count(ask, tenant, code)
-        return self._after_s(ask, self.prediction.wait_s(self._raw_wait_s(ask.tenant, tenant, ask.adapter)))
+        return self._after_s(
+            ask, self.prediction.wait_s(self._raw_wait_s(ask.tenant, tenant, ask.adapter))
+        )
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
         """The tenants with waiting requests or recent refusals, by id.
@@ -276,7 +291,9 @@ class Gate:
             tenant.is_active = idle_s < ACTIVE_S
             if idle_s > KEPT_S and not len(tenant.slots):
                 del self.tenants[name]
-        self._active_weight = sum(tenant.weight for tenant in self.tenants.values() if tenant.is_active)
+        self._active_weight = sum(
+            tenant.weight for tenant in self.tenants.values() if tenant.is_active
+        )
         self._num_slots = sum(len(tenant.slots) for tenant in self.tenants.values())
         self._live_units = sum(tenant.live_units for tenant in self.tenants.values())
 
@@ -304,7 +321,9 @@ class Gate:
         num_queued = max(self.num_waiting - num_free_rows, 0)
         return tenant.waiting - num_free_rows >= FREE_FACTOR * (self._max_waiting - num_queued)
 
-    def _raw_wait_s(self, name: str, tenant: TenantQueue, adapter: str | None, *, whole: bool = False) -> float:
+    def _raw_wait_s(
+        self, name: str, tenant: TenantQueue, adapter: str | None, *, whole: bool = False
+    ) -> float:
         """Wait by the estimates alone. A tenant's adapters share its rate: a new one does not wait for all others."""
         rate = self._rate(name, tenant)
         if not rate:
@@ -318,7 +337,9 @@ class Gate:
     def _refusal(self, ask: Ask, tenant: TenantQueue, after_s: float) -> ManyloraError:
         code = OVER_SHARE if self._is_over_share(ask.tenant, tenant) else OVERLOADED
         self._count(ask, tenant, code)
-        bound_s = self._max_wait_s if ask.deadline_s is None else min(self._max_wait_s, ask.deadline_s)
+        bound_s = (
+            self._max_wait_s if ask.deadline_s is None else min(self._max_wait_s, ask.deadline_s)
+        )
         limit = f"the limit is {bound_s:g} s (scheduler.max_wait_s, or the request's own deadline)"
         again = f"Try again in {math.ceil(after_s)} s."
         if code == OVER_SHARE:
@@ -327,7 +348,9 @@ class Gate:
         message = f"The server cannot begin the request in time: {limit}. {again}"
         return CapacityError(message, retry_after_s=after_s, code=code)
 
-    def _slot_after_s(self, ask: Ask, tenant: TenantQueue, now_s: float, after_s: float, turn: int) -> float:
+    def _slot_after_s(
+        self, ask: Ask, tenant: TenantQueue, now_s: float, after_s: float, turn: int
+    ) -> float:
         """Seconds until the request's slot, at least `after_s`."""
         units = self.prediction.units(ask, self.prices)
         units_per_s = self._rate(ask.tenant, tenant) / tenant.mean_cost
@@ -337,7 +360,9 @@ class Gate:
             return tenant.slots.give_again(ask.key, now_s + after_s, units, units_per_s) - now_s
         self._num_slots += 1  # counted again once a second
         num_left, booked_per_s = MAX_SLOTS - self._num_slots, BOOKED_SHARE * units_per_s
-        slot_s = tenant.slots.give(ask.key, now_s, now_s + after_s, units, booked_per_s, num_left=num_left)
+        slot_s = tenant.slots.give(
+            ask.key, now_s, now_s + after_s, units, booked_per_s, num_left=num_left
+        )
         return slot_s - now_s
 
     def _is_over_share(self, name: str, tenant: TenantQueue) -> bool:

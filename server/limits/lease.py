@@ -12,7 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from manylora.registry.cache import MAX_OUTAGE_S
-from manylora.registry.limit_leases import AHEAD_SHARE, MINUTELY, SLOT_US, Kind, LeaseAnswer, LeaseAsk
+from manylora.registry.limit_leases import (
+    AHEAD_SHARE,
+    MINUTELY,
+    SLOT_US,
+    Kind,
+    LeaseAnswer,
+    LeaseAsk,
+)
 from manylora.registry.limits import Limits
 from manylora.server.limits.windows import SPAN_S, Mark, Window
 
@@ -39,7 +46,11 @@ class Lease(Window):
     """
 
     def __init__(
-        self, accounts: LeasedAccounts, holder_id: str, kind: Kind, in_use: Callable[[], int] = lambda: 0
+        self,
+        accounts: LeasedAccounts,
+        holder_id: str,
+        kind: Kind,
+        in_use: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
         self.kind: Kind = kind
@@ -69,7 +80,11 @@ class Lease(Window):
     @property
     def _held(self) -> int:
         """What the database counts for this process."""
-        return 0 if self.limit is None else max(0, self.amount) + sum(tokens for _, tokens in self.unmoved)
+        return (
+            0
+            if self.limit is None
+            else max(0, self.amount) + sum(tokens for _, tokens in self.unmoved)
+        )
 
     def follow(self, limits: Limits) -> None:
         """Note the limit that counts now. Nothing is spent that was taken from another."""
@@ -110,7 +125,9 @@ class Lease(Window):
 
     def is_hopeless(self, amount: int, now_s: float) -> bool:
         """Whether asking for so much is useless: it is more than the limit, or the last answer is fresh."""
-        is_known = now_s < min(self._valid_s, self._fresh_s) and self.spare + self._left(now_s) < amount
+        is_known = (
+            now_s < min(self._valid_s, self._fresh_s) and self.spare + self._left(now_s) < amount
+        )
         return is_known or amount > (self.limit or 0)
 
     def expect(self, amount: int, now_s: float) -> None:
@@ -132,7 +149,9 @@ class Lease(Window):
         """What counts against the limit now, as far as it is known here."""
         if self.limit is None and self.kind in MINUTELY:
             return super().total(now_s)
-        return max(0, math.ceil(self._used(now_s) - self.spare - 1e-6)) if self.seen is not None else 0
+        return (
+            max(0, math.ceil(self._used(now_s) - self.spare - 1e-6)) if self.seen is not None else 0
+        )
 
     def ask(self, now_s: float) -> LeaseAsk | None:
         """What to tell and to ask the database now, if anything. What it gives back leaves `amount`."""
@@ -146,7 +165,9 @@ class Lease(Window):
             is_old = self._told > 0 and now_s >= self._seen_s + renew_s
             is_kept = spare <= 2 * aim or now_s < self._keep_until_s
             back = min(spare, 0) if is_kept else spare - aim
-            is_due = bool(self.needs or self.growth or self.returns or spare < aim / 2 or is_old or back)
+            is_due = bool(
+                self.needs or self.growth or self.returns or spare < aim / 2 or is_old or back
+            )
         if not is_due:
             return None
         self.amount = self.amount - back if self.limit is not None else 0
@@ -174,7 +195,9 @@ class Lease(Window):
             if any(ask.needs):  # those who wait for it are only about to run
                 self._keep_until_s = asked_s + LEASE_S
             self.seen, self._seen_s, self._fresh_s = answer, asked_s, asked_s + TICK_S
-            self._valid_s = asked_s + (SLOT_US / 1e6 if self.kind == "concurrent_requests" else MAX_OUTAGE_S)
+            self._valid_s = asked_s + (
+                SLOT_US / 1e6 if self.kind == "concurrent_requests" else MAX_OUTAGE_S
+            )
 
     def take_failure(self, ask: LeaseAsk, *, is_in_doubt: bool) -> None:
         """Tell it again. In doubt, what was given back is lost until the limit refills: it must not count twice."""
@@ -190,7 +213,11 @@ class Lease(Window):
     def _used(self, now_s: float) -> float:
         """Of the limit, by all servers, with what they hold."""
         used = self.seen.used if self.seen is not None else 0.0
-        drained = (self.limit or 0) / SPAN_S * (now_s - self._seen_s) if self.kind in MINUTELY and used else 0.0
+        drained = (
+            (self.limit or 0) / SPAN_S * (now_s - self._seen_s)
+            if self.kind in MINUTELY and used
+            else 0.0
+        )
         return max(0.0, used - drained)
 
     def _left(self, now_s: float) -> int:

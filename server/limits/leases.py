@@ -92,7 +92,9 @@ class LeasedAccount(Account):
 
     def is_idle(self, now_s: float) -> bool:
         """Whether the account can be deleted: the database knows all that counts."""
-        return super().is_idle(now_s) and not any(lease in self._accounts.active for lease in self._leases)
+        return super().is_idle(now_s) and not any(
+            lease in self._accounts.active for lease in self._leases
+        )
 
 
 class LeasedAccounts(Accounts):
@@ -135,7 +137,9 @@ class LeasedAccounts(Accounts):
         wants = [
             (lease, amount)
             for share in shares
-            for lease, amount in zip(cast(LeasedAccount, share.account).follow(share.limits), amounts, strict=True)
+            for lease, amount in zip(
+                cast(LeasedAccount, share.account).follow(share.limits), amounts, strict=True
+            )
             if amount and lease.limit is not None
         ]
         for _ in range(ROUNDS):
@@ -155,7 +159,9 @@ class LeasedAccounts(Accounts):
         self, shares: Sequence[Share], _month: datetime, _usage: UsageLedger, *, with_month: bool
     ) -> bool:
         """Find out how the limits stand, if the caller wants to show it; decisions need no sum of the month."""
-        accounts = {cast(LeasedAccount, share.account): share.limits for share in shares if with_month}
+        accounts = {
+            cast(LeasedAccount, share.account): share.limits for share in shares if with_month
+        }
         leases = [lease for account, limits in accounts.items() for lease in account.follow(limits)]
         for lease in leases:
             if lease.limit is not None or lease.kind == "tokens_per_month":
@@ -192,7 +198,9 @@ class LeasedAccounts(Accounts):
         self._paced_s = max(self._paced_s, now_s - (AT_ONCE - 1) * TICK_S) + TICK_S
         done, self._next = self._next, None
         try:
-            answers = await self._leases.exchange([ask for _, ask in due], int(max(0.0, now_s - self._blind_s) * 1e6))
+            answers = await self._leases.exchange(
+                [ask for _, ask in due], int(max(0.0, now_s - self._blind_s) * 1e6)
+            )
         except (CapacityError, SQLAlchemyError) as error:
             _logger.warning("limits: the database cannot be asked: %s", error)
             self._retry_s = self.monotonic() + MAX_AGE_S
@@ -242,14 +250,18 @@ class LeasedAccounts(Accounts):
         return LeasedAccount(self, holder_id)
 
 
-async def open_leased_accounts(registry: Registry, server_name: str, stack: AsyncExitStack) -> Accounts:
+async def open_leased_accounts(
+    registry: Registry, server_name: str, stack: AsyncExitStack
+) -> Accounts:
     """Accounts of a server beside others over one database; `stack` gives back what they hold.
 
     Raises:
         CapacityError: The database cannot answer; code db.unavailable.
     """
     leases = LimitLeases(registry.database, server_name)
-    await leases.forget(is_billed=False)  # of this server's run before: requests that died with it are billed later
+    await leases.forget(
+        is_billed=False
+    )  # of this server's run before: requests that died with it are billed later
     accounts = LeasedAccounts(leases, registry.usage)
     running = asyncio.create_task(accounts.run(), name="manylora-limit-leases")
 

@@ -37,7 +37,9 @@ class ManagementTurns:
         refused: Called with the error code and the tenant's name, None for admins, of a request that is refused.
     """
 
-    def __init__(self, app: ASGIApp, exempt: Set[str], refused: Callable[[str, str | None], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, exempt: Set[str], refused: Callable[[str, str | None], None]
+    ) -> None:
         self._app = app
         self._exempt = exempt
         self._refused = refused
@@ -51,7 +53,11 @@ class ManagementTurns:
         Raises:
             RateLimitError: The tenant has too many requests open.
         """
-        if scope["type"] != "http" or scope["path"] in self._exempt or "identity" not in scope["state"]:
+        if (
+            scope["type"] != "http"
+            or scope["path"] in self._exempt
+            or "identity" not in scope["state"]
+        ):
             await self._app(scope, receive, send)
             return
         tenant = acting.get()
@@ -118,5 +124,9 @@ class ManagementTurn:
 
 
 def _too_many() -> RateLimitError:
-    message = f"{MOST_OPEN} requests of this tenant that generate nothing wait for their answers already."
-    return RateLimitError(f"{message} Try again in {AGAIN_S:g} s.", retry_after_s=AGAIN_S, code=CODE)
+    message = (
+        f"{MOST_OPEN} requests of this tenant that generate nothing wait for their answers already."
+    )
+    return RateLimitError(
+        f"{message} Try again in {AGAIN_S:g} s.", retry_after_s=AGAIN_S, code=CODE
+    )

@@ -39,20 +39,31 @@ async def shares_of(services: Services, caller: Caller, *, with_month: bool = Fa
     held: list[tuple[Holder, str, Limits]] = []
     if caller.tenant_id is not None:
         is_own = identity.tenant_id == caller.tenant_id
-        limits = identity.tenant_limits if is_own else await services.registry.tenants.tenant_limits(caller.tenant_id)
+        limits = (
+            identity.tenant_limits
+            if is_own
+            else await services.registry.tenants.tenant_limits(caller.tenant_id)
+        )
         held.append(("tenant", caller.tenant_id, limits))
     if identity.key_id is not None:
         held.append(("key", identity.key_id, identity.key_limits))
     while True:
         now_s, month = services.monotonic(), month_of(services.now())
-        shares = [Share(holder, name, services.accounts.of(name, now_s), limits) for holder, name, limits in held]
+        shares = [
+            Share(holder, name, services.accounts.of(name, now_s), limits)
+            for holder, name, limits in held
+        ]
         usage = services.registry.usage
         if not await services.accounts.read_months(shares, month, usage, with_month=with_month):
             return shares
 
 
 async def admit(
-    services: Services, caller: Caller, reservation: LimitReservation, tokens: int, on_refusal: Callable[[str], None]
+    services: Services,
+    caller: Caller,
+    reservation: LimitReservation,
+    tokens: int,
+    on_refusal: Callable[[str], None],
 ) -> None:
     """Count one request of the caller, if there is room for it and for `tokens`; raises like `Admitted`."""
     if tokens:  # its usage will have to be recorded
@@ -81,7 +92,9 @@ class Admitted(CallerDependency):
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
         services, caller = services_of(request), await super().__call__(request, tenant)
-        await admit(services, caller, reservation_of(request), self._tokens, services.metrics.limited)
+        await admit(
+            services, caller, reservation_of(request), self._tokens, services.metrics.limited
+        )
         return caller
 
 

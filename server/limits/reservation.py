@@ -56,7 +56,11 @@ class LimitReservation:
         """Called once, at the end: what else the request has and gives back."""
 
     def admit(
-        self, shares: Sequence[Share], monotonic: Callable[[], float], on_refusal: Callable[[str], None], tokens: int
+        self,
+        shares: Sequence[Share],
+        monotonic: Callable[[], float],
+        on_refusal: Callable[[str], None],
+        tokens: int,
     ) -> None:
         """Count one request, if there is room for it and for `tokens`.
 
@@ -101,8 +105,14 @@ class LimitReservation:
     def wanted(self, least: int, most: int, *, is_open: bool) -> int:
         """How many tokens `reserve` takes."""
         limits = [share.limits for share in self.shares]
-        bounds = [bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)]
-        return max(least, min([most, *(bound for bound in bounds if bound is not None)])) if is_open else most
+        bounds = [
+            bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)
+        ]
+        return (
+            max(least, min([most, *(bound for bound in bounds if bound is not None)]))
+            if is_open
+            else most
+        )
 
     def check_minute(self) -> None:
         """Refuse to go on once the tokens of the minute are used up.
@@ -111,7 +121,10 @@ class LimitReservation:
             RateLimitError: They are; the request does not count any more.
         """
         now_s = self._monotonic()
-        refusals = [_of_window(share, "tokens_per_minute", share.account.tokens, 1, now_s) for share in self.shares]
+        refusals = [
+            _of_window(share, "tokens_per_minute", share.account.tokens, 1, now_s)
+            for share in self.shares
+        ]
         try:
             self._raise_longest(refusals)
         except RateLimitError:
@@ -196,7 +209,9 @@ class LimitReservation:
                 remaining, limit, window = min(left, key=lambda entry: entry[:2])
                 headers[f"x-ratelimit-limit-{kind}"] = str(limit)
                 headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
-                headers[f"x-ratelimit-reset-{kind}"] = _duration(window.wait_s(now_s, window.total(now_s)))
+                headers[f"x-ratelimit-reset-{kind}"] = _duration(
+                    window.wait_s(now_s, window.total(now_s))
+                )
         return headers
 
     def _take(self, now_s: float, tokens: int) -> None:
@@ -218,7 +233,9 @@ class LimitReservation:
         self._reserved = None
 
     def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
-        self._raise_longest([each for share in self.shares for each in _refusals(share, now_s, tokens, is_new)])
+        self._raise_longest(
+            [each for share in self.shares for each in _refusals(share, now_s, tokens, is_new)]
+        )
 
     def _raise_longest(self, found: Sequence[_Refusal | None]) -> None:
         refusals = [refusal for refusal in found if refusal is not None]
@@ -233,9 +250,13 @@ def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Re
     found = list[_Refusal | None]()
     if is_new:
         found.append(_of_window(share, "requests_per_minute", account.requests, 1, now_s))
-        if limits.concurrent_requests is not None and not account.has_slot(now_s, limits.concurrent_requests):
+        if limits.concurrent_requests is not None and not account.has_slot(
+            now_s, limits.concurrent_requests
+        ):
             wait_s = BUSY_S if limits.concurrent_requests else None
-            found.append(_refusal(share, "concurrent_requests", "That many are running already.", wait_s))
+            found.append(
+                _refusal(share, "concurrent_requests", "That many are running already.", wait_s)
+            )
     if tokens or is_new:
         found.append(_of_window(share, "tokens_per_minute", account.tokens, max(tokens, 1), now_s))
     if tokens:
@@ -243,12 +264,16 @@ def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Re
     return found
 
 
-def _of_window(share: Share, name: str, window: Window, amount: int, now_s: float) -> _Refusal | None:
+def _of_window(
+    share: Share, name: str, window: Window, amount: int, now_s: float
+) -> _Refusal | None:
     limit: int | None = getattr(share.limits, name)
     if limit is None or window.has_room(now_s, amount, limit):
         return None
     if amount > limit:
-        return _refusal(share, name, f"This request alone may take {amount}: it is always refused.", None)
+        return _refusal(
+            share, name, f"This request alone may take {amount}: it is always refused.", None
+        )
     wait_s = window.wait_s(now_s, window.total(now_s) + amount - limit)
     why = f"{window.total(now_s)} were used in the last minute, and this request may take {amount}."
     return _refusal(share, name, why, wait_s)

@@ -65,7 +65,14 @@ class ReturnSlots:
         return self._num_open
 
     def give(
-        self, key: int, now_s: float, earliest_s: float, units: float, units_per_s: float, *, num_left: int
+        self,
+        key: int,
+        now_s: float,
+        earliest_s: float,
+        units: float,
+        units_per_s: float,
+        *,
+        num_left: int,
     ) -> float:
         """Take the next free time.
 
@@ -86,7 +93,9 @@ class ReturnSlots:
         while self._expected(second) >= units_per_s:
             second += 1
         self._first_free_s = second
-        slot_s = min(max(earliest_s, second + self._expected(second) / units_per_s), now_s + MAX_SLOT_S)
+        slot_s = min(
+            max(earliest_s, second + self._expected(second) / units_per_s), now_s + MAX_SLOT_S
+        )
         if num_left <= kind * FIRST_ONLY:
             return max(self._by_key[key][0][0], now_s + 1) if kind else slot_s
         while units > 0 and second < now_s + MAX_SLOT_S:
@@ -111,13 +120,18 @@ class ReturnSlots:
 
     def claim(self, key: int) -> None:
         """Use the first slot of this request, which must have one."""
-        self._patience_s = max(self._patience_s, self._now_s - self._by_key[key][0][0] + MISSED_S / 2)
+        self._patience_s = max(
+            self._patience_s, self._now_s - self._by_key[key][0][0] + MISSED_S / 2
+        )
         kind = self._remove_first(key)
         self._learn(kind, was_claimed=True)
 
     def expire(self, now_s: float) -> None:
         """Close the slots that were not claimed in time."""
-        for second in range(self._pruned_s, min(int(now_s), self._pruned_s + 2 * int(MAX_SLOT_S)) * bool(self._booked)):
+        for second in range(
+            self._pruned_s,
+            min(int(now_s), self._pruned_s + 2 * int(MAX_SLOT_S)) * bool(self._booked),
+        ):
             self._booked.pop(second, None)
         self._pruned_s = int(now_s)
         self._now_s = now_s
@@ -141,12 +155,19 @@ class ReturnSlots:
     def _expected(self, second: int) -> float:
         """Units that will probably be claimed in this second."""
         booked = self._booked.get(second)
-        return booked[0] * self.claimed_shares[0] + booked[1] * self.claimed_shares[1] if booked else 0.0
+        return (
+            booked[0] * self.claimed_shares[0] + booked[1] * self.claimed_shares[1]
+            if booked
+            else 0.0
+        )
 
     def _first_with_room(self, units_per_s: float) -> int:
         """The first second that may have room; searched from the start if much more fits into a second than before."""
         densities = (units_per_s / self.claimed_shares[0], units_per_s / self.claimed_shares[1])
-        changes = [new / old if old else math.inf for new, old in zip(densities, self._densities, strict=True)]
+        changes = [
+            new / old if old else math.inf
+            for new, old in zip(densities, self._densities, strict=True)
+        ]
         if max(changes) > NOISE:
             self._first_free_s = 0
         if max(changes) > NOISE or min(changes) < 1 / NOISE:

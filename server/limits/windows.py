@@ -135,7 +135,9 @@ class Accounts:
         """The account of a tenant or key; made at first use."""
         if holder_id not in self._accounts:
             if len(self._accounts) >= self._sweep_at:
-                self._accounts = {key: kept for key, kept in self._accounts.items() if not kept.is_idle(now_s)}
+                self._accounts = {
+                    key: kept for key, kept in self._accounts.items() if not kept.is_idle(now_s)
+                }
                 self._sweep_at = max(MAX_ACCOUNTS, 2 * len(self._accounts))
             self._accounts[holder_id] = self._new(holder_id)
         return self._accounts[holder_id]
@@ -157,7 +159,9 @@ class Accounts:
         Raises:
             CapacityError: The database cannot answer now.
         """
-        needed = [share for share in shares if with_month or share.limits.tokens_per_month is not None]
+        needed = [
+            share for share in shares if with_month or share.limits.tokens_per_month is not None
+        ]
         unread = [share for share in needed if share.account.month != month]
         for share in unread:
             await _read_month(usage, share, month)
@@ -174,7 +178,9 @@ async def _read_month(usage: UsageLedger, share: Share, month: datetime) -> None
         try:
             of_holder = {f"{share.holder}_id": share.holder_id}
             tokens = await usage.tokens(of_holder, month, month_after(month), account.arrived)
-            account.month_tokens = tokens + sum(count for ended, count in account.arrived.values() if ended == month)
+            account.month_tokens = tokens + sum(
+                count for ended, count in account.arrived.values() if ended == month
+            )
             account.month = month
         finally:
             account.arrived = None

@@ -44,7 +44,10 @@ def chat_of(body: schemas.TokenCountBody, max_model_len: int) -> MessagesChat:
     if body.messages[-1].role == "assistant":
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, schemas.MessagesBody):
-        chat |= {"max_completion_tokens": min(body.max_tokens, max_model_len), "stop": body.stop_sequences}
+        chat |= {
+            "max_completion_tokens": min(body.max_tokens, max_model_len),
+            "stop": body.stop_sequences,
+        }
     if body.tools:
         own = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
         functions = [{"parameters": tool.pop("input_schema"), **tool} for tool in own]
@@ -72,7 +75,9 @@ def _thinking_and_output(body: schemas.TokenCountBody) -> dict[str, Any]:
 
 def _tool_choice(choice: schemas.ToolChoice) -> dict[str, Any]:
     if choice.type == "tool" and choice.name is None:
-        raise InvalidRequestError("tool_choice of type tool needs a name.", param="tool_choice.name")
+        raise InvalidRequestError(
+            "tool_choice of type tool needs a name.", param="tool_choice.name"
+        )
     chosen = _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}})
     return {"tool_choice": chosen, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
@@ -80,13 +85,19 @@ def _tool_choice(choice: schemas.ToolChoice) -> dict[str, Any]:
 def _assistant(turn: schemas.Turn) -> list[dict[str, Any]]:
     """One message: what was thought, said and called."""
     texts = [block.text for block in turn.content if isinstance(block, schemas.TextBlock)]
-    thoughts = [block.thinking for block in turn.content if isinstance(block, schemas.ThinkingBlock)]
+    thoughts = [
+        block.thinking for block in turn.content if isinstance(block, schemas.ThinkingBlock)
+    ]
     calls = [
         {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
         for block in turn.content
         if isinstance(block, schemas.ToolUseBlock)
     ]
-    message: dict[str, Any] = {"role": "assistant", "content": schemas.BETWEEN.join(texts), "tool_calls": calls}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": schemas.BETWEEN.join(texts),
+        "tool_calls": calls,
+    }
     return [message | ({"reasoning_content": schemas.BETWEEN.join(thoughts)} if thoughts else {})]
 
 
@@ -95,7 +106,9 @@ def _other(turn: schemas.Turn) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, schemas.ToolResultBlock):
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content})
+            messages.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content}
+            )
         elif isinstance(block, schemas.TextBlock):
             if messages and messages[-1]["role"] == turn.role:
                 messages[-1]["content"] += schemas.BETWEEN + block.text

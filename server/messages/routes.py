@@ -13,7 +13,12 @@ from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
 from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
 from manylora.server.messages.chat import NAMES, chat_of
-from manylora.server.messages.schemas import MessagesBody, MessageView, TokenCountBody, TokenCountView
+from manylora.server.messages.schemas import (
+    MessagesBody,
+    MessageView,
+    TokenCountBody,
+    TokenCountView,
+)
 from manylora.server.messages.writer import MessageWriter
 from manylora.server.model_name import resolve_model
 from manylora.server.services import Wired
@@ -33,13 +38,19 @@ async def message(request: Request, caller: GeneratingCaller) -> PlannedGenerati
 
 
 @count_router.post("/v1/messages/count_tokens", openapi_extra=takes(TokenCountBody))
-async def count_tokens(request: Request, services: Wired, caller: TokenizingCaller) -> TokenCountView:
+async def count_tokens(
+    request: Request, services: Wired, caller: TokenizingCaller
+) -> TokenCountView:
     """Count the tokens of a conversation as the model reads it."""
-    body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, TokenCountBody, services.config.server.max_body_bytes, services.pace
+    )
     await resolve_model(services, caller, body.model)
 
     max_model_len = services.ready.max_model_len
-    rendered = await rendered_chat(request, caller, lambda: chat_job(chat_of(body, max_model_len), services))
+    rendered = await rendered_chat(
+        request, caller, lambda: chat_job(chat_of(body, max_model_len), services)
+    )
 
     def count() -> int:
         check_text(rendered, services)

@@ -62,7 +62,9 @@ class ToolResultBlock(StoredBody):
     content: Annotated[str, _text("content")] = ""
 
 
-AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+AnyBlock = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 
 
 def _turns(value: object) -> object:
@@ -76,7 +78,11 @@ def _turns(value: object) -> object:
             content = [{"type": "text", "text": content}]
         if isinstance(content, list):
             for block in content:
-                kind_of(block, _BLOCKS.get(str(turn.get("role")), _BLOCKS["user"]), f"messages.{index}.content")
+                kind_of(
+                    block,
+                    _BLOCKS.get(str(turn.get("role")), _BLOCKS["user"]),
+                    f"messages.{index}.content",
+                )
             turn = {**turn, "content": [block for block in content if block["type"] != _REDACTED]}
         turns.append(turn)
     return turns
@@ -95,7 +101,9 @@ Turns = Annotated[list[Turn], BeforeValidator(_turns, json_schema_input_type=lis
 class ClientTool(Body):
     """A function that the client runs when the model calls it."""
 
-    ignored = frozenset({"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"})
+    ignored = frozenset(
+        {"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"}
+    )
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"defer_loading": (False,)}
 
     type: Literal["custom"] = "custom"
@@ -144,7 +152,9 @@ class TokenCountBody(SamplingFields):
     messages: Turns = Field(min_length=1, max_length=MAX_MESSAGES)
     """An answer goes on with the last one if that is the assistant's."""
     system: Annotated[str, _text("system")] = ""
-    tools: Annotated[list[ClientTool], with_kinds(("custom",), "tools", "custom")] = Field(default_factory=list)
+    tools: Annotated[list[ClientTool], with_kinds(("custom",), "tools", "custom")] = Field(
+        default_factory=list
+    )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

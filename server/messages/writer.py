@@ -36,7 +36,9 @@ class MessageWriter(ItemWriter):
 
     def answer(self) -> JsonObject:
         """The message. A call that was cut is not in it: nobody could make it."""
-        blocks = [_block(item) for item in self.items if item.kind != "call" or _input(item) is not None]
+        blocks = [
+            _block(item) for item in self.items if item.kind != "call" or _input(item) is not None
+        ]
         return self._message(blocks, **self._stop())
 
     def begun(self) -> bytes:
@@ -77,7 +79,12 @@ class MessageWriter(ItemWriter):
             **stop,
             "stop_details": None,
             "container": None,
-            "usage": {**self._usage(), "cache_creation": None, "service_tier": "standard", "inference_geo": None},
+            "usage": {
+                **self._usage(),
+                "cache_creation": None,
+                "service_tier": "standard",
+                "inference_geo": None,
+            },
         }
 
     def _stop(self) -> JsonObject:
@@ -87,7 +94,10 @@ class MessageWriter(ItemWriter):
             return {"stop_reason": "tool_use" if can_call else "end_turn", "stop_sequence": None}
         if isinstance(end.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
-        return {"stop_reason": "max_tokens" if end.finish_reason == "length" else "end_turn", "stop_sequence": None}
+        return {
+            "stop_reason": "max_tokens" if end.finish_reason == "length" else "end_turn",
+            "stop_sequence": None,
+        }
 
     def _usage(self) -> JsonObject:
         usage, num_cached = self.meter.usage, self.meter.usage.prompt_tokens_details.cached_tokens
@@ -96,7 +106,9 @@ class MessageWriter(ItemWriter):
             "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens},
+            "output_tokens_details": {
+                "thinking_tokens": usage.completion_tokens_details.reasoning_tokens
+            },
             "server_tool_use": None,
         }
 
@@ -107,7 +119,12 @@ def _event(kind: str, **fields: object) -> bytes:
 
 def _block(item: Item) -> JsonObject:
     if item.call is not None:
-        return {"type": "tool_use", "id": item.call.id, "name": item.call.name, "input": _input(item)}
+        return {
+            "type": "tool_use",
+            "id": item.call.id,
+            "name": item.call.name,
+            "input": _input(item),
+        }
     if item.kind == "reasoning":
         return {"type": "thinking", "thinking": item.text, "signature": ""}
     return {"type": "text", "text": item.text}
@@ -117,7 +134,9 @@ def _input(item: Item) -> orjson.Fragment | None:
     """The arguments of a call as the model wrote them, numbers of any size too; None if they were cut."""
     text = item.text or "{}"
     try:
-        given = json.loads(text, parse_int=str, parse_float=str, parse_constant=orjson.loads)  # which refuses NaN
+        given = json.loads(
+            text, parse_int=str, parse_float=str, parse_constant=orjson.loads
+        )  # which refuses NaN
     except (ValueError, RecursionError):
         return None
     return orjson.Fragment(text) if isinstance(given, dict) else None

@@ -6,7 +6,14 @@ from typing import Any
 
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.schemas import SamplingFields
-from manylora.server.responses.schemas import LOGPROBS, CallItem, CallOutputItem, InputItem, MessageItem, ResponsesBody
+from manylora.server.responses.schemas import (
+    LOGPROBS,
+    CallItem,
+    CallOutputItem,
+    InputItem,
+    MessageItem,
+    ResponsesBody,
+)
 
 _SAME = ("model", "parallel_tool_calls", *SamplingFields.model_fields)
 NAMES = {
@@ -27,7 +34,9 @@ class ResponsesChat(ChatBody):
 def chat_of(body: ResponsesBody) -> dict[str, Any]:
     """The body of the chat that is the same request."""
     chat = {name: getattr(body, name) for name in _SAME if name in body.model_fields_set}
-    chat["messages"] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    chat["messages"] = (
+        [{"role": "system", "content": body.instructions}] if body.instructions else []
+    )
     for item in body.input:
         _add(chat["messages"], item)
     chat["max_completion_tokens"] = body.max_output_tokens
@@ -35,7 +44,9 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
     if body.top_logprobs is not None or LOGPROBS in body.include:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     form = {name: value for name, value in body.text.format.items() if value is not None}
-    schema = {name: form.pop(name) for name in ("name", "description", "schema", "strict") if name in form}
+    schema = {
+        name: form.pop(name) for name in ("name", "description", "schema", "strict") if name in form
+    }
     chat["response_format"] = {**form, "json_schema": schema} if schema else form
     if body.tools:
         functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
@@ -61,7 +72,12 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
     if isinstance(item, CallOutputItem):
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
     elif isinstance(item, MessageItem):
-        if item.role == "assistant" and is_open and last["content"] is None and "tool_calls" not in last:
+        if (
+            item.role == "assistant"
+            and is_open
+            and last["content"] is None
+            and "tool_calls" not in last
+        ):
             last["content"] = item.content
         else:
             messages.append({"role": item.role, "content": item.content})
@@ -70,6 +86,8 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
             last = {"role": "assistant", "content": None}
             messages.append(last)
         function = {"name": item.name, "arguments": item.arguments}
-        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        last.setdefault("tool_calls", []).append(
+            {"id": item.call_id, "type": "function", "function": function}
+        )
     elif item.content:
         messages.append({"role": "assistant", "content": None, "reasoning_content": item.content})

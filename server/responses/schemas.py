@@ -25,7 +25,13 @@ UNSUPPORTED = {
 }
 """Fields that need a store, and what to do instead."""
 LOGPROBS = "message.output_text.logprobs"
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text"}
+_TEXTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "refusal": "refusal",
+    "reasoning_text": "text",
+}
 
 
 class TextPart(BaseModel):
@@ -36,7 +42,10 @@ class TextPart(BaseModel):
 
 
 Text = Annotated[
-    str, BeforeValidator(partial(text_of, kinds=_TEXTS, param="input"), json_schema_input_type=str | list[TextPart])
+    str,
+    BeforeValidator(
+        partial(text_of, kinds=_TEXTS, param="input"), json_schema_input_type=str | list[TextPart]
+    ),
 ]
 
 
@@ -56,7 +65,10 @@ class MessageItem(StoredBody):
 class CallItem(StoredBody):
     """A call that the model made."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"namespace": (), "async": (False,)}
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "namespace": (),
+        "async": (False,),
+    }
 
     type: Literal["function_call"]
     call_id: str
@@ -80,7 +92,9 @@ class ReasoningItem(StoredBody):
     content: Text = ""
 
 
-InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+InputItem = Annotated[
+    MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")
+]
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _WITHOUT_CONTENT = ("web_search_call",)
 """Items of other servers that tell the model nothing: what was found is in the text after it."""
@@ -95,16 +109,23 @@ def _items(value: object) -> object:
         raise UnsupportedParameterError(NOT_STORED, param="input")
     known = (*_ITEMS, *_WITHOUT_CONTENT)
     kinds = [kind_of(item, known, f"input.{index}", "message") for index, item in enumerate(value)]
-    return [{**item, "type": kind} for item, kind in zip(value, kinds, strict=True) if kind in _ITEMS]
+    return [
+        {**item, "type": kind} for item, kind in zip(value, kinds, strict=True) if kind in _ITEMS
+    ]
 
 
-Items = Annotated[list[InputItem], BeforeValidator(_items, json_schema_input_type=str | list[InputItem])]
+Items = Annotated[
+    list[InputItem], BeforeValidator(_items, json_schema_input_type=str | list[InputItem])
+]
 
 
 class FunctionTool(ToolFunction):
     """A function that the client runs when the model calls it."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"defer_loading": (False,), "async": (False,)}
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "defer_loading": (False,),
+        "async": (False,),
+    }
 
     type: Literal["function"]
 
@@ -143,14 +164,18 @@ class ResponsesBody(SamplingFields):
     input: Items = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str | None = None
     """What the model is told first, as its system."""
-    tools: Annotated[list[FunctionTool], with_kinds(("function",), "tools")] = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], with_kinds(("function",), "tools")] = Field(
+        default_factory=list
+    )
     tool_choice: str | dict[str, Any] = "auto"
     """auto, none, required, `{"type": "function", "name": ...}`, or some of the tools:
     `{"type": "allowed_tools", "mode": ..., "tools": [...]}`."""
     parallel_tool_calls: bool = True
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(default_factory=list)
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
+        default_factory=list
+    )
     metadata: Labels = Field(default_factory=dict)
     """The answer has it too."""
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)

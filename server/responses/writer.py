@@ -19,7 +19,9 @@ from manylora.server.responses.schemas import ResponsesBody
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _TEXT_EVENTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
 _FIXED: JsonObject = {
-    **dict.fromkeys(("error", "incomplete_details", "usage", "previous_response_id", "max_tool_calls")),
+    **dict.fromkeys(
+        ("error", "incomplete_details", "usage", "previous_response_id", "max_tool_calls")
+    ),
     **dict.fromkeys(("safety_identifier", "prompt_cache_key")),
     "store": False,
     "background": False,
@@ -51,8 +53,14 @@ class ResponseWriter(ItemWriter):
         self._id = f"resp_{secrets.token_hex(16)}"
         self._number = 0
         tools = [tool.model_dump() for tool in body.tools]
-        repeated = {"tools": tools, "tool_choice": body.tool_choice, "text": {"format": body.text.format}}
-        self._schemas = {name: orjson.Fragment(json.dumps(value)) for name, value in repeated.items()}
+        repeated = {
+            "tools": tools,
+            "tool_choice": body.tool_choice,
+            "text": {"format": body.text.format},
+        }
+        self._schemas = {
+            name: orjson.Fragment(json.dumps(value)) for name, value in repeated.items()
+        }
         """They may hold integers of any size, which orjson does not write."""
 
     def answer(self) -> JsonObject:
@@ -71,7 +79,9 @@ class ResponseWriter(ItemWriter):
 
     def opened(self, item: Item) -> bytes:
         """The new item, and its only part where it has parts."""
-        added = self._event("response.output_item.added", output_index=item.index, item=_item(item, "in_progress"))
+        added = self._event(
+            "response.output_item.added", output_index=item.index, item=_item(item, "in_progress")
+        )
         if item.kind == "call":
             return added
         return added + self._event("response.content_part.added", **_place(item), part=_part(item))
@@ -86,13 +96,19 @@ class ResponseWriter(ItemWriter):
     def closed(self, item: Item) -> bytes:
         """The whole text, and the whole item."""
         if item.call is not None:
-            payload = self._event(f"{_ARGUMENTS}.done", **_place(item), name=item.call.name, arguments=item.text)
+            payload = self._event(
+                f"{_ARGUMENTS}.done", **_place(item), name=item.call.name, arguments=item.text
+            )
         else:
             extra = {"logprobs": item.logprobs} if item.kind == "text" else {}
-            payload = self._event(f"{_TEXT_EVENTS[item.kind]}.done", **_place(item), text=item.text, **extra)
+            payload = self._event(
+                f"{_TEXT_EVENTS[item.kind]}.done", **_place(item), text=item.text, **extra
+            )
             payload += self._event("response.content_part.done", **_place(item), part=_part(item))
         done = _item(item, self._status())
-        return payload + self._event("response.output_item.done", output_index=item.index, item=done)
+        return payload + self._event(
+            "response.output_item.done", output_index=item.index, item=done
+        )
 
     def ended(self) -> bytes:
         """The whole response."""
@@ -104,9 +120,19 @@ class ResponseWriter(ItemWriter):
         code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
         if isinstance(error, RateLimitError):
             code = "rate_limit_exceeded"
-        items = [_item(item, "incomplete" if item is self.open_item else "completed") for item in self.items]
-        reason = {"code": code, "message": told["message"], "param": told["param"], "type": told["code"]}
-        return self._event("response.failed", response=self._response("failed", items, error=reason))
+        items = [
+            _item(item, "incomplete" if item is self.open_item else "completed")
+            for item in self.items
+        ]
+        reason = {
+            "code": code,
+            "message": told["message"],
+            "param": told["param"],
+            "type": told["code"],
+        }
+        return self._event(
+            "response.failed", response=self._response("failed", items, error=reason)
+        )
 
     def _status(self) -> str:
         return "incomplete" if self.end.finish_reason == "length" else "completed"
@@ -138,7 +164,10 @@ class ResponseWriter(ItemWriter):
         usage = self.meter.usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {**usage.prompt_tokens_details.model_dump(), "cache_write_tokens": 0},
+            "input_tokens_details": {
+                **usage.prompt_tokens_details.model_dump(),
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": usage.completion_tokens_details.model_dump(),
             "total_tokens": usage.total_tokens,
@@ -167,5 +196,11 @@ def _item(item: Item, status: str) -> JsonObject:
         return {**head, "type": "function_call", **call}
     content = [_part(item)] if item.pieces else []
     if item.kind == "reasoning":
-        return {**head, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+        return {
+            **head,
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "encrypted_content": None,
+        }
     return {**head, "type": "message", "role": "assistant", "content": content}

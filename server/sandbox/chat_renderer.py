@@ -81,7 +81,9 @@ class ChatRenderer:
         except LimitReachedError as error:
             raise unusable(f"{_IS_SLOW} for these messages") from error
         except NoAnswerError as error:
-            raise CapacityError("Chats cannot be rendered just now. Try again in a moment.") from error
+            raise CapacityError(
+                "Chats cannot be rendered just now. Try again in a moment."
+            ) from error
 
     async def close(self) -> None:
         """End the processes."""

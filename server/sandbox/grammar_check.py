@@ -69,7 +69,9 @@ class GrammarChecker:
         with self._lock:
             answer = self._remembered.get(key) or self._ask(text, folder) or self._ask(text, folder)
             if answer is None:
-                raise CapacityError("Grammars and schemas cannot be checked just now. Try again in a moment.")
+                raise CapacityError(
+                    "Grammars and schemas cannot be checked just now. Try again in a moment."
+                )
             self._remembered[key] = answer
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
@@ -89,7 +91,9 @@ class GrammarChecker:
         if stdin is None or stdout is None:
             raise RuntimeError("the child was started without pipes")
         is_over = threading.Event()
-        threading.Thread(target=_kill_if_hung, args=(child, is_over), name="grammar-check", daemon=True).start()
+        threading.Thread(
+            target=_kill_if_hung, args=(child, is_over), name="grammar-check", daemon=True
+        ).start()
         try:
             stdin.write(json.dumps([str(folder.absolute()), text]).encode() + b"\n")
             stdin.flush()
@@ -162,7 +166,9 @@ def _problem(tokenizer: LLTokenizer | None, text: str) -> str | None:
     from llguidance import LLMatcher, LLParserLimits
 
     if tokenizer is None:
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(**PARSER_LIMITS))
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(
+            text, limits=LLParserLimits(**PARSER_LIMITS)
+        )
         return messages[0] if is_error else None
     try:
         parser = compiled_parser(tokenizer, text)

@@ -120,7 +120,9 @@ async def _exchange(process: Process, number: int, job: object) -> Any:  # noqa:
     try:
         stdin.write(json.dumps([number, job]).encode() + b"\n")
         while line := await stdout.readline():
-            with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # a part of an answer
+            with contextlib.suppress(
+                json.JSONDecodeError, UnicodeDecodeError
+            ):  # a part of an answer
                 answered, answer = json.loads(line)
                 if answered == number:
                     return answer
@@ -152,7 +154,9 @@ def is_stopped(pid: int) -> bool:
     """True if a process or one of its children was stopped, which only a signal ends."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        stats = [Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)]
+        stats = [
+            Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)
+        ]
     except OSError:  # one of them has ended
         return False
     return any(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)

@@ -53,7 +53,9 @@ def answer_each(answer: Callable[[Any], object], limits: Callable[[Any], Limits]
         _write(b"[%d,%b]\n" % (number, found) if is_answer else _ended_by(status))
 
 
-def keep_answering(make: Callable[[Any], Callable[[Any], object]], limits: Callable[[Any], Limits]) -> None:
+def keep_answering(
+    make: Callable[[Any], Callable[[Any], object]], limits: Callable[[Any], Limits]
+) -> None:
     """Answer all jobs in one fork, which takes no time for forking. The next one follows where a job passed a limit.
 
     Args:
@@ -87,7 +89,9 @@ def _answer_once(answer: Callable[[Any], object], job: object, limits: Limits) -
         os._exit(status)
 
 
-def _answer_all(make: Callable[[Any], Callable[[Any], object]], setup: object, limits: Limits) -> NoReturn:
+def _answer_all(
+    make: Callable[[Any], Callable[[Any], object]], setup: object, limits: Limits
+) -> NoReturn:
     answer: Callable[[Any], object] | None = None
     status = 1
     try:

@@ -12,8 +12,20 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 import manylora
@@ -36,7 +48,9 @@ NO_TENANT = "_admin"
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 EVICTED = ("adapter", "prefix")
-LOADED = tuple(f"{origin}>device:{result}" for origin in ("host", "stored") for result in ("failed", "ok"))
+LOADED = tuple(
+    f"{origin}>device:{result}" for origin in ("host", "stored") for result in ("failed", "ok")
+)
 """They start at 0, because Prometheus does not see a rise from no value to 1."""
 ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
@@ -63,33 +77,57 @@ class Metrics(Collector):
         self._status: EngineStatus | None = None
         own = self.registry
         self._requests = Counter(
-            "manylora_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own
+            "manylora_requests",
+            "Generation requests.",
+            ["tenant", "adapter", "status"],
+            registry=own,
         )
-        self._tokens = Counter("manylora_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
+        self._tokens = Counter(
+            "manylora_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own
+        )
         of_request = partial(Histogram, buckets=LATENCY_BUCKETS, registry=own)
         self._ttft = of_request("manylora_ttft_seconds", "Time to the first token.")
         self.whole = of_request("manylora_request_seconds", "Time to the end of the answer.")
         self._queue = of_request("manylora_queue_seconds", "Time before the first step.")
-        self.itl = Histogram("manylora_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
-        self._step = Histogram("manylora_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
-        self._batch = Histogram("manylora_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
+        self.itl = Histogram(
+            "manylora_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own
+        )
+        self._step = Histogram(
+            "manylora_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own
+        )
+        self._batch = Histogram(
+            "manylora_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own
+        )
         about_limits = "Requests refused by a tenant's or key's limit, and chats without max_tokens that it ended."
         self._limited = Counter("manylora_limited", about_limits, ["limit"], registry=own)
         for limit in TENANT_LIMITS:
             self._limited.labels(limit)
         about_refusals = "Requests that would have waited too long."
-        self._refused = Counter("manylora_refused", about_refusals, ["code", "tenant"], registry=own)
-        self._responses = Counter("manylora_responses", "Answers to HTTP requests by class.", ["status"], registry=own)
+        self._refused = Counter(
+            "manylora_refused", about_refusals, ["code", "tenant"], registry=own
+        )
+        self._responses = Counter(
+            "manylora_responses", "Answers to HTTP requests by class.", ["status"], registry=own
+        )
         for hundreds in range(2, 6):
             self._responses.labels(f"{hundreds}xx")
-        self._engine_up = Gauge("manylora_engine_up", "1 while the engine answers, else 0.", registry=own)
+        self._engine_up = Gauge(
+            "manylora_engine_up", "1 while the engine answers, else 0.", registry=own
+        )
         self._not_ready = Gauge(
-            "manylora_not_ready", "1 for the reason why requests are refused, else 0.", ["reason"], registry=own
+            "manylora_not_ready",
+            "1 for the reason why requests are refused, else 0.",
+            ["reason"],
+            registry=own,
         )
         self._lag = Gauge(
-            "manylora_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own
+            "manylora_usage_outbox_lag_seconds",
+            "Age of the oldest usage event not in SQL.",
+            registry=own,
         )
-        Gauge("manylora_build_info", "Always 1.", ["version"], registry=own).labels(manylora.__version__).set(1)
+        Gauge("manylora_build_info", "Always 1.", ["version"], registry=own).labels(
+            manylora.__version__
+        ).set(1)
         own.register(self)
 
     def learn_adapter(self, digest: str, tenant: str, name: str, rank: int) -> None:
@@ -101,7 +139,9 @@ class Metrics(Collector):
             while len(self._digests) > 4 * MAX_LABELS:
                 del self._digests[next(iter(self._digests))]
 
-    def request_ended(self, tenant: str | None, adapter: str | None, status: str, tokens: dict[str, int]) -> None:
+    def request_ended(
+        self, tenant: str | None, adapter: str | None, status: str, tokens: dict[str, int]
+    ) -> None:
         """Count a request and its tokens.
 
         Args:
@@ -110,7 +150,9 @@ class Metrics(Collector):
             status: How it ended.
             tokens: Tokens by kind: prompt, cached, completion.
         """
-        pair = self._pairs.labels(NO_TENANT if tenant is None else tenant, BASE if adapter is None else adapter)
+        pair = self._pairs.labels(
+            NO_TENANT if tenant is None else tenant, BASE if adapter is None else adapter
+        )
         self._requests.labels(*pair, status).inc()
         for kind, count in tokens.items():
             self._tokens.labels(*pair, kind).inc(count)
@@ -139,7 +181,9 @@ class Metrics(Collector):
         """Count an answer by the class of its HTTP status, also of requests that come to no generation."""
         self._responses.labels(f"{status // 100}xx").inc()
 
-    def render(self, status: EngineStatus | None, usage_lag_s: float, not_ready: str | None = None) -> bytes:
+    def render(
+        self, status: EngineStatus | None, usage_lag_s: float, not_ready: str | None = None
+    ) -> bytes:
         """The text that Prometheus reads; `status` is None while the engine is away."""
         self._lag.set(usage_lag_s)
         for reason in REASONS:
@@ -149,7 +193,11 @@ class Metrics(Collector):
         if status is not None:
             self._take_steps(status)
         page = generate_latest(self.registry)
-        return page if self._vllm is None else page + self._vllm.render(self.registry, status, self._digests)
+        return (
+            page
+            if self._vllm is None
+            else page + self._vllm.render(self.registry, status, self._digests)
+        )
 
     def _take_steps(self, status: EngineStatus) -> None:
         boot_id, last = self._last_step
@@ -170,21 +218,32 @@ class Metrics(Collector):
         yield GaugeMetricFamily("manylora_running_requests", "Requests that run.", status.running)
         yield GaugeMetricFamily("manylora_waiting_requests", "Requests that wait.", status.waiting)
         yield GaugeMetricFamily(
-            "manylora_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None
+            "manylora_engine_paused",
+            "1 while the engine is paused, else 0.",
+            status.pause is not None,
         )
         yield _labelled(GaugeMetricFamily, "manylora_pages", "Pages by kind.", "kind", status.pages)
         about = "Pages of the host slab by kind."
         yield _labelled(GaugeMetricFamily, "manylora_host_pages", about, "kind", status.host_pages)
         about = "Running requests that lost their pages."
-        yield _labelled(CounterMetricFamily, "manylora_preemptions", about, "how", status.preemptions)
-        about, evictions = "Adapters, and blocks of cached KV, dropped.", dict.fromkeys(EVICTED, 0) | status.evictions
+        yield _labelled(
+            CounterMetricFamily, "manylora_preemptions", about, "how", status.preemptions
+        )
+        about, evictions = (
+            "Adapters, and blocks of cached KV, dropped.",
+            dict.fromkeys(EVICTED, 0) | status.evictions,
+        )
         yield _labelled(CounterMetricFamily, "manylora_evictions", about, "kind", evictions)
         about = "Prompt tokens looked up in the prefix cache."
         yield CounterMetricFamily("manylora_prefix_cache_queries", about, status.prefix_queries)
-        yield CounterMetricFamily("manylora_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
+        yield CounterMetricFamily(
+            "manylora_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits
+        )
         about = "Kernels compiled while requests were served."
         yield CounterMetricFamily("manylora_kernel_compiles", about, status.kernel_compiles)
-        loads = CounterMetricFamily("manylora_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
+        loads = CounterMetricFamily(
+            "manylora_adapter_loads", "Adapter loads.", labels=["from", "to", "result"]
+        )
         for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
             path, _, result = key.partition(":")
             source, _, target = path.partition(">")
@@ -192,16 +251,25 @@ class Metrics(Collector):
         yield loads
         about, number = "Time spent loading adapters.", sum(status.loads.values())
         yield SummaryMetricFamily(
-            "manylora_adapter_load_seconds", about, count_value=number, sum_value=status.load_seconds
+            "manylora_adapter_load_seconds",
+            about,
+            count_value=number,
+            sum_value=status.load_seconds,
         )
-        places = Counts((self._digests.get(r.digest, (OTHER,))[0], r.tier) for r in status.residents)
-        residents = GaugeMetricFamily("manylora_adapter_resident", "Adapters by place.", labels=["adapter", "tier"])
+        places = Counts(
+            (self._digests.get(r.digest, (OTHER,))[0], r.tier) for r in status.residents
+        )
+        residents = GaugeMetricFamily(
+            "manylora_adapter_resident", "Adapters by place.", labels=["adapter", "tier"]
+        )
         for place, count in places.items():
             residents.add_metric(place, count)
         yield residents
 
 
-def _labelled(kind: type[FamilyT], name: str, about: str, label: str, counts: Mapping[str, int]) -> FamilyT:
+def _labelled(
+    kind: type[FamilyT], name: str, about: str, label: str, counts: Mapping[str, int]
+) -> FamilyT:
     """A family with one value for each value of its only label."""
     family = kind(name, about, labels=[label])
     for value, count in counts.items():

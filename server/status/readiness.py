@@ -28,7 +28,9 @@ async def check_ready(services: Services) -> None:
     """
     services.drain.check(or_near=True)
     if services.engine.ready is None:
-        raise EngineUnavailableError("The engine is starting; try again in a moment.", code="engine_starting")
+        raise EngineUnavailableError(
+            "The engine is starting; try again in a moment.", code="engine_starting"
+        )
     await services.registry.check()
 
 

@@ -12,7 +12,12 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 import manylora
-from manylora.errors import AuthenticationError, CapacityError, EngineUnavailableError, NotFoundError
+from manylora.errors import (
+    AuthenticationError,
+    CapacityError,
+    EngineUnavailableError,
+    NotFoundError,
+)
 from manylora.registry.records import Identity
 from manylora.server.auth.callers import Admin
 from manylora.server.http import sse
@@ -25,7 +30,9 @@ from manylora.server.status.readiness import check_ready, why_not_ready
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
 health_router = APIRouter(tags=["health"])
-Named = Annotated[str | None, Query(alias="server", description="The replica that a gateway is to ask, by name.")]
+Named = Annotated[
+    str | None, Query(alias="server", description="The replica that a gateway is to ask, by name.")
+]
 ADMIN = "(admin)"
 """Name shown for requests of an admin without a tenant; no tenant can have it."""
 
@@ -37,18 +44,27 @@ async def get_engine(services: Wired, _: Admin, named: Named = None) -> Response
     return Response(orjson.dumps(await _snapshot(services)), media_type="application/json")
 
 
-@router.get("/v1/engine/events", response_class=StreamingResponse, responses=sends("text/event-stream", TEXT))
-async def stream_engine(request: Request, services: Wired, _: Admin, named: Named = None) -> StreamingResponse:
+@router.get(
+    "/v1/engine/events",
+    response_class=StreamingResponse,
+    responses=sends("text/event-stream", TEXT),
+)
+async def stream_engine(
+    request: Request, services: Wired, _: Admin, named: Named = None
+) -> StreamingResponse:
     """Send a snapshot whenever the engine has moved on, at most twice a second; `engine_error` while it is away."""
     _check_name(services, named)
-    events = services.engine_feed.events(lambda: _snapshot(services), lambda: services.drain.is_draining)
+    events = services.engine_feed.events(
+        lambda: _snapshot(services), lambda: services.drain.is_draining
+    )
     return sse.ClosingResponse(_while_known(events, request.state.identify), headers=sse.HEADERS)
 
 
 def _check_name(services: Services, named: str | None) -> None:
     if named not in (None, services.server_name):
         raise NotFoundError(
-            f"This server is {services.server_name}; GET /v1/servers of a gateway lists all.", param="server"
+            f"This server is {services.server_name}; GET /v1/servers of a gateway lists all.",
+            param="server",
         )
 
 
@@ -69,7 +85,10 @@ async def _while_known(
 async def _snapshot(services: Services) -> dict[str, Any]:
     status = await services.engine_status(is_detailed=True)
     admission, batches = services.gate.snapshot(), status.batches
-    digests = {*(batches.adapters if batches else ()), *(resident.digest for resident in status.residents)}
+    digests = {
+        *(batches.adapters if batches else ()),
+        *(resident.digest for resident in status.residents),
+    }
     names = await services.registry.adapters.version_names(digests)
     tenants = {*status.tenants, *status.service_tokens, *admission}
     tenant_names = {"": ADMIN, **await services.registry.tenants.tenant_names(tenants)}
@@ -90,7 +109,9 @@ async def _snapshot(services: Services) -> dict[str, Any]:
         "residents": [{**asdict(r), "adapters": names.get(r.digest, ())} for r in status.residents],
         "batches": batches
         and {
-            "adapters": [{"digest": digest, "adapters": names.get(digest, ())} for digest in batches.adapters],
+            "adapters": [
+                {"digest": digest, "adapters": names.get(digest, ())} for digest in batches.adapters
+            ],
             "steps": batches.steps,
         },
     }
@@ -133,10 +154,14 @@ async def version() -> VersionNumberView:
 
 
 for _path, _answer in (("/health", health), ("/ready", ready), ("/version", version)):
-    health_router.add_api_route(_path, _answer, methods=["HEAD"], include_in_schema=False)  # load balancers ask so
+    health_router.add_api_route(
+        _path, _answer, methods=["HEAD"], include_in_schema=False
+    )  # load balancers ask so
 
 
-@health_router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@health_router.get(
+    "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}}
+)
 async def get_metrics(services: Wired, _: Admin) -> Response:
     """Metrics for Prometheus."""
     return await metrics_response(services)
@@ -148,5 +173,7 @@ async def metrics_response(services: Services) -> Response:
         status = await services.engine_status()
     except EngineUnavailableError:
         status = None
-    page = services.metrics.render(status, services.registry.usage.lag_s(), await why_not_ready(services))
+    page = services.metrics.render(
+        status, services.registry.usage.lag_s(), await why_not_ready(services)
+    )
     return Response(page, headers={"content-type": metrics.CONTENT_TYPE})

@@ -60,7 +60,9 @@ class VllmNames(Collector):
         now: Seconds since 1970.
     """
 
-    def __init__(self, model_name: str, max_adapters: int, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, model_name: str, max_adapters: int, now: Callable[[], float] = time.time
+    ) -> None:
         self._model_name = model_name
         self._max_adapters = max_adapters
         self._now = now
@@ -71,7 +73,10 @@ class VllmNames(Collector):
         """Adapters that run and that wait, and since when these do."""
 
     def render(
-        self, own: CollectorRegistry, status: EngineStatus | None, names: Mapping[str, tuple[str, int]]
+        self,
+        own: CollectorRegistry,
+        status: EngineStatus | None,
+        names: Mapping[str, tuple[str, int]],
     ) -> bytes:
         """The text for Prometheus.
 
@@ -98,21 +103,33 @@ class VllmNames(Collector):
             sums["_total", ()] = 0  # a rise from no value is not seen
         for sample in own.samples:
             if alias.only.items() <= sample.labels.items():
-                kept = ((name, sample.labels[label]) for name, label in alias.kept.items() if label in sample.labels)
+                kept = (
+                    (name, sample.labels[label])
+                    for name, label in alias.kept.items()
+                    if label in sample.labels
+                )
                 labels = tuple((name, REASONS.get(value, value)) for name, value in kept)
                 sums[sample.name.removeprefix(own.name), labels] += sample.value
         family = Metric(alias.name, own.documentation, own.type)
         for (suffix, labels), value in sums.items():
-            family.add_sample(alias.name + suffix, {"model_name": self._model_name, **dict(labels)}, value)
+            family.add_sample(
+                alias.name + suffix, {"model_name": self._model_name, **dict(labels)}, value
+            )
         return family
 
     def _engine(self, status: EngineStatus) -> Iterable[Metric]:
         num_pages = sum(status.pages.values())
         used = 1 - status.available_pages / num_pages if num_pages else 0.0
-        yield self._gauge("vllm:kv_cache_usage_perc", "Part of the pages that is neither free nor evictable.", used)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Part of the pages that is neither free nor evictable.",
+            used,
+        )
         yield self._gauge("vllm:max_gpu_lora_adapters", "Adapter slots.", self._max_adapters)
         num_loaded = sum(resident.tier == "device" for resident in status.residents)
-        yield self._gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", num_loaded)
+        yield self._gauge(
+            "vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", num_loaded
+        )
         yield self._requests(status)
         yield self._loaded(status)
 
@@ -130,16 +147,24 @@ class VllmNames(Collector):
     def _loaded(self, status: EngineStatus) -> Metric:
         """Of an adapter with several versions, the one asked for last."""
         digests = {name: digest for digest, (name, _) in self._names.items()}
-        residents = {resident.digest: resident for resident in status.residents if resident.tier in LEVELS}
+        residents = {
+            resident.digest: resident for resident in status.residents if resident.tier in LEVELS
+        }
         family = Metric("vllm:lora_adapter_loaded", "Adapters in memory.", "gauge")
         for name, digest in digests.items():
             if (resident := residents.get(digest)) is not None:
-                labels = {"adapter_name": name, "level": LEVELS[resident.tier], "rank": str(self._names[digest][1])}
+                labels = {
+                    "adapter_name": name,
+                    "level": LEVELS[resident.tier],
+                    "rank": str(self._names[digest][1]),
+                }
                 labels |= {"pinned": str(resident.pinned).lower(), "model_name": self._model_name}
                 family.add_sample(family.name, labels, 1)
         return family
 
-    def _gauge(self, name: str, about: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    def _gauge(
+        self, name: str, about: str, value: float, labels: Mapping[str, str] | None = None
+    ) -> Metric:
         labels = {"model_name": self._model_name, **(labels or {})}
         family = GaugeMetricFamily(name, about, labels=list(labels))
         family.add_metric(list(labels.values()), value)

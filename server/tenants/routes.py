@@ -28,22 +28,30 @@ audit_router = APIRouter(tags=["audit"])
 grants_router = APIRouter(tags=["grants"])
 Version = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Before = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="`next` of the page before.")]
+Before = Annotated[
+    int | None, Query(ge=1, le=MAX_INTEGER, description="`next` of the page before.")
+]
 
 
 @router.post("/v1/tenants", status_code=201, openapi_extra=takes(schemas.TenantBody))
 async def create_tenant(request: Request, services: Wired, _: Admin) -> schemas.TenantView:
     """Make a tenant. Limits that the body does not name come from the settings `tenant_defaults.*`."""
-    body = await json_body(request, schemas.TenantBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, schemas.TenantBody, services.config.server.max_body_bytes, services.pace
+    )
     limits = {**asdict(services.config.tenant_defaults), **body.limits}
     tenant = await services.registry.tenants.create_tenant(body.name, limits, body.weight)
     return schemas.TenantView.model_validate(tenant)
 
 
 @router.get("/v1/tenants")
-async def list_tenants(services: Wired, _: Admin, after: str | None = None, limit: Limit = 100) -> schemas.TenantList:
+async def list_tenants(
+    services: Wired, _: Admin, after: str | None = None, limit: Limit = 100
+) -> schemas.TenantList:
     """List tenants by name."""
-    return schemas.TenantList.model_validate(await services.registry.tenants.list_tenants(after, limit))
+    return schemas.TenantList.model_validate(
+        await services.registry.tenants.list_tenants(after, limit)
+    )
 
 
 @router.get("/v1/tenants/{name}")
@@ -53,9 +61,13 @@ async def get_tenant(name: str, services: Wired, _: Admin) -> schemas.TenantView
 
 
 @router.patch("/v1/tenants/{name}", openapi_extra=takes(schemas.TenantPatchBody))
-async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> schemas.TenantView:
+async def update_tenant(
+    name: str, request: Request, services: Wired, _: Admin
+) -> schemas.TenantView:
     """Replace a tenant's limits, its weight, or both; in force at once."""
-    body = await json_body(request, schemas.TenantPatchBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, schemas.TenantPatchBody, services.config.server.max_body_bytes, services.pace
+    )
     tenant = await services.registry.tenants.update_tenant(name, body.limits, body.weight)
     return schemas.TenantView.model_validate(tenant)
 
@@ -69,7 +81,9 @@ async def delete_tenant(name: str, services: Wired, _: Admin) -> None:
 @router.post("/v1/tenants/{name}/keys", status_code=201, openapi_extra=takes(schemas.KeyBody))
 async def create_key(name: str, request: Request, services: Wired, _: Admin) -> schemas.NewKeyView:
     """Make a key. The secret is shown this once."""
-    body = await json_body(request, schemas.KeyBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, schemas.KeyBody, services.config.server.max_body_bytes, services.pace
+    )
     key, secret = await services.registry.keys.create_key(name, **body.model_dump())
     return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
@@ -84,14 +98,22 @@ async def list_keys(name: str, services: Wired, _: Admin) -> schemas.KeyList:
 @router.patch("/v1/keys/{key_id}", openapi_extra=takes(schemas.KeyPatchBody))
 async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -> schemas.KeyView:
     """Change a key's name, limits, scopes or end; the secret stays, and the change is in force at once."""
-    body = await json_body(request, schemas.KeyPatchBody, services.config.server.max_body_bytes, services.pace)
-    return schemas.KeyView.model_validate(await services.registry.keys.update_key(key_id, **body.model_dump()))
+    body = await json_body(
+        request, schemas.KeyPatchBody, services.config.server.max_body_bytes, services.pace
+    )
+    return schemas.KeyView.model_validate(
+        await services.registry.keys.update_key(key_id, **body.model_dump())
+    )
 
 
 @router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(schemas.RotateBody))
-async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -> schemas.NewKeyView:
+async def rotate_key(
+    key_id: str, request: Request, services: Wired, _: Admin
+) -> schemas.NewKeyView:
     """Give a key a new secret; the old secret stops working at once, or after `grace_s` seconds."""
-    body = await json_body(request, schemas.RotateBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, schemas.RotateBody, services.config.server.max_body_bytes, services.pace
+    )
     key, secret = await services.registry.keys.rotate_key(key_id, body.grace_s)
     return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
@@ -108,16 +130,27 @@ async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
     limits: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
     used: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
     for share in await shares_of(services, caller, with_month=True):
-        limits[share.holder] = {name: value for name, value in asdict(share.limits).items() if value is not None}
+        limits[share.holder] = {
+            name: value for name, value in asdict(share.limits).items() if value is not None
+        }
         used[share.holder] = share.account.used(services.monotonic())
     if caller.tenant_id is not None:
         pages = await pinned_pages(services, caller.tenant_id)
-        used["tenant"] |= {**await services.registry.tenants.stored(caller.tenant_id), "pinned_pages": pages}
+        used["tenant"] |= {
+            **await services.registry.tenants.stored(caller.tenant_id),
+            "pinned_pages": pages,
+        }
     key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
-    key = schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id)) if key_id is not None else None
+    key = (
+        schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id))
+        if key_id is not None
+        else None
+    )
     return schemas.MeView(
         role=caller.identity.role,
-        tenant=NamedView(id=tenant_id, name=tenant) if tenant_id is not None and tenant is not None else None,
+        tenant=NamedView(id=tenant_id, name=tenant)
+        if tenant_id is not None and tenant is not None
+        else None,
         key=key,
         limits=HeldView(**limits),
         used=HeldView(**used),
@@ -128,14 +161,18 @@ async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
 async def list_audit(
     services: Wired,
     _: Admin,
-    tenant: Annotated[str | None, Query(max_length=512, description="Only changes of this tenant's objects.")] = None,
+    tenant: Annotated[
+        str | None, Query(max_length=512, description="Only changes of this tenant's objects.")
+    ] = None,
     before: Before = None,
     limit: Limit = 100,
 ) -> schemas.AuditList:
     """List changes of tenants, keys, adapters, aliases and grants, newest first."""
     entries = await services.registry.list_audit(before, limit, tenant)
     more = len(entries) == limit and entries[-1].id > 1
-    return schemas.AuditList.model_validate({"data": entries, "next": str(entries[-1].id) if more else None})
+    return schemas.AuditList.model_validate(
+        {"data": entries, "next": str(entries[-1].id) if more else None}
+    )
 
 
 @grants_router.get("/v1/adapters/{name}/grants")
@@ -155,7 +192,9 @@ async def grant_adapter(
     name: str, request: Request, response: Response, services: Wired, caller: TenantWriter
 ) -> schemas.GrantView:
     """Let another tenant call an adapter as `tenant/name`, or one version of it as `tenant/name@version`."""
-    body = await json_body(request, schemas.GrantBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(
+        request, schemas.GrantBody, services.config.server.max_body_bytes, services.pace
+    )
     grantee = await _tenant_id(services, caller, body.tenant)
     grant, is_new = await services.registry.grants.grant_adapter(
         caller.tenant_id, name, grantee, body.version, actor=caller.actor
@@ -164,18 +203,24 @@ async def grant_adapter(
     return _view(name, grant)
 
 
-@grants_router.delete("/v1/adapters/{name}/grants/{grantee}", status_code=204, response_class=Response)
+@grants_router.delete(
+    "/v1/adapters/{name}/grants/{grantee}", status_code=204, response_class=Response
+)
 async def withdraw_grant(
     name: str, grantee: str, services: Wired, caller: TenantWriter, version: Version = None
 ) -> None:
     """Take a grant back: new requests of the other tenant are refused at once, running ones finish."""
     other = await _tenant_id(services, caller, grantee)
-    await services.registry.grants.withdraw_grant(caller.tenant_id, name, other, version, actor=caller.actor)
+    await services.registry.grants.withdraw_grant(
+        caller.tenant_id, name, other, version, actor=caller.actor
+    )
 
 
 def _view(adapter: str, grant: GrantRow) -> schemas.GrantView:
     shown = {name: getattr(grant, name) for name in ("tenant", "tenant_id", "created_at")}
-    return schemas.GrantView.model_validate({"adapter": adapter, "version": grant.version or None, **shown})
+    return schemas.GrantView.model_validate(
+        {"adapter": adapter, "version": grant.version or None, **shown}
+    )
 
 
 async def _tenant_id(services: Services, caller: TenantCaller, named: str) -> str:

@@ -6,11 +6,27 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BeforeValidator,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from manylora.errors import InvalidRequestError
 from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
-from manylora.server.http.bodies import INT64, Body, HeldView, Listing, Moment, NamedView, Scope, View
+from manylora.server.http.bodies import (
+    INT64,
+    Body,
+    HeldView,
+    Listing,
+    Moment,
+    NamedView,
+    Scope,
+    View,
+)
 
 
 class TenantView(View):
@@ -104,7 +120,11 @@ class AuditList(Listing[AuditView]):
 
 def _limits_schema(names: Sequence[str]) -> dict[str, Any]:
     limit = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": INT64 - 1}, {"type": "null"}]}
-    return {"type": "object", "properties": dict.fromkeys(names, limit), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": dict.fromkeys(names, limit),
+        "additionalProperties": False,
+    }
 
 
 # The registry checks their content.

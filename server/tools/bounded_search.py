@@ -47,7 +47,11 @@ class SearchBudget:
     def bound(self, template: Any) -> Any:  # noqa: ANN401 - transformers' ResponseTemplate
         """The template with its own expressions within this budget. Literal marks are found in linear time."""
         fields = {name: self._bounded_field(field) for name, field in template.fields.items()}
-        anchor = template.start_anchor_re if template.start_anchor_literals else self._bounded(template.start_anchor_re)
+        anchor = (
+            template.start_anchor_re
+            if template.start_anchor_literals
+            else self._bounded(template.start_anchor_re)
+        )
         return replace(template, fields=fields, start_anchor_re=anchor)
 
     def try_tags(self, text: str, content_args: dict[str, Any]) -> None:
@@ -80,7 +84,9 @@ class BoundedPattern:
 
     def finditer(self, text: str) -> list[Any]:
         """All matches."""
-        return list(self._budget.run(lambda timeout: list(self._pattern.finditer(text, timeout=timeout))))
+        return list(
+            self._budget.run(lambda timeout: list(self._pattern.finditer(text, timeout=timeout)))
+        )
 
 
 def check_tags(name: str, field: dict[str, Any]) -> None:
@@ -94,13 +100,17 @@ def check_tags(name: str, field: dict[str, Any]) -> None:
         try:
             _tags(args)
         except (regex.error, KeyError, TypeError) as error:
-            raise ValueError(f"Field '{name}': its tag_pattern is no regular expression: {error}") from error
+            raise ValueError(
+                f"Field '{name}': its tag_pattern is no regular expression: {error}"
+            ) from error
     if (args.get("value_parser") or {}).get("name") in ("xml-inline", "kv-lines"):
         raise ValueError(f"Field '{name}': its value_parser must not look for tags or lines itself")
 
 
 def _tags(content_args: dict[str, Any]) -> Any:  # noqa: ANN401
-    return regex.compile(content_args["tag_pattern"], regex.DOTALL)  # which keeps what it has compiled
+    return regex.compile(
+        content_args["tag_pattern"], regex.DOTALL
+    )  # which keeps what it has compiled
 
 
 def _too_slow() -> InvalidRequestError:

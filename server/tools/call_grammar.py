@@ -57,13 +57,23 @@ class CallGrammar:
         self._rules = {"TEXT": f"/{ANY_TEXT}/"}
         opening = (self.format.reasoning or {}).get("open", "")
         not_first = [opening] if thinks is None and opening not in self.special_tokens else []
-        parts = self._calls(tools, choice, is_parallel, not_first, is_free=answer is None) if tools else []
+        parts = (
+            self._calls(tools, choice, is_parallel, not_first, is_free=answer is None)
+            if tools
+            else []
+        )
         if choice.mode != "required" or not tools:
-            parts.append(self._plain(answer, [*not_first, *(self._beginnings(tools) if answer is None else [])]))
+            parts.append(
+                self._plain(
+                    answer, [*not_first, *(self._beginnings(tools) if answer is None else [])]
+                )
+            )
         start = f"({' | '.join(parts)})"
         if thinks is not False and self.format.reasoning is not None:
             start = ("think " if thinks else "think? ") + start
-            self._think(has_begun=bool(thinks), is_spaced=choice.mode == "required" or answer is not None)
+            self._think(
+                has_begun=bool(thinks), is_spaced=choice.mode == "required" or answer is not None
+            )
         body = "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
         return f"%llguidance {{}}\nstart: {start}\n{body}\n"
 
@@ -72,7 +82,9 @@ class CallGrammar:
         strings = self.format.reasoning or {}
         then = self._literal(strings.get("then", "")) + (" /[ \\n]{0,4}/" if is_spaced else "")
         self._until("thought", "TEXT", strings["close"])
-        self._rules["think"] = f"{'' if has_begun else self._literal(strings['open'])} thought {then}"
+        self._rules["think"] = (
+            f"{'' if has_begun else self._literal(strings['open'])} thought {then}"
+        )
 
     def _until(self, name: str, text: str, end: str) -> None:
         """A rule for text up to where `end` is first written, and `end`."""
@@ -95,19 +107,33 @@ class CallGrammar:
         if not tools or "trigger" in strings or "text" in strings:
             return []
         head, middle, _ = _parts(strings)
-        return [f"{strings.get('before', '')}{head}{tool.function.name}{middle[0]}" for tool in tools]
+        return [
+            f"{strings.get('before', '')}{head}{tool.function.name}{middle[0]}" for tool in tools
+        ]
 
     def _calls(
-        self, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool, not_first: Sequence[str], *, is_free: bool
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        is_parallel: bool,
+        not_first: Sequence[str],
+        *,
+        is_free: bool,
     ) -> list[str]:
         """The rules of calls; returns what an answer with calls is."""
         strings = self.format.calls or {}
         head, middle, tail = _parts(strings)
         bodies = []
         for index, tool in enumerate(tools):
-            is_strict = tool.function.strict or (choice.mode == "required" and tool.function.strict is None)
-            self._rules[f"args_of_{index}"] = self._arguments(tool, index, is_strict=is_strict) or '""'
-            self._rules[f"call_{index}"] = f"{quoted(tool.function.name)} {self._literal(middle)} args_of_{index}"
+            is_strict = tool.function.strict or (
+                choice.mode == "required" and tool.function.strict is None
+            )
+            self._rules[f"args_of_{index}"] = (
+                self._arguments(tool, index, is_strict=is_strict) or '""'
+            )
+            self._rules[f"call_{index}"] = (
+                f"{quoted(tool.function.name)} {self._literal(middle)} args_of_{index}"
+            )
             bodies.append(f"call_{index}")
         self._rules["call"] = f"({' | '.join(bodies)}) {self._literal(tail)}"
         more = ""
@@ -118,7 +144,8 @@ class CallGrammar:
         beginnings = self._beginnings(tools)
         if beginnings:  # each in one piece: the text that begins otherwise ends where it is whole
             firsts = (
-                f"{self._literal(beginning + middle[1:])} args_of_{index}" for index, beginning in enumerate(beginnings)
+                f"{self._literal(beginning + middle[1:])} args_of_{index}"
+                for index, beginning in enumerate(beginnings)
             )
             return [f"({' | '.join(firsts)}) {self._literal(tail)} {more} {after}"]
         trigger = strings.get("trigger")
@@ -135,11 +162,16 @@ class CallGrammar:
         if is_strict and tool.function.parameters:
             kinds = tool.function.parameters.get("type", "object")
             if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-                raise refusal("The arguments of a call are an object, so the type must be object.", f"{param}.type")
+                raise refusal(
+                    "The arguments of a call are an object, so the type must be object.",
+                    f"{param}.type",
+                )
             schema = {**tool.function.parameters, "type": "object"}
             if schema.get("properties"):
                 schema.setdefault("additionalProperties", False)
-        rule = self.json_rule(schema or {"type": "object"}, param, self._rules)  # with all checks, for any notation
+        rule = self.json_rule(
+            schema or {"type": "object"}, param, self._rules
+        )  # with all checks, for any notation
         if schema:
             self.schemas.append((schema, param))
         if strings["style"] != "json":

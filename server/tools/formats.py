@@ -55,7 +55,9 @@ class AnswerFormat:
     def call_head(self) -> str:
         """What stands before the name of the first function, or the mark of calls; empty where that is not known."""
         strings = self.calls or {"each": ""}
-        return str(strings.get("trigger") or strings.get("before", "") + strings["each"].split("{name}")[0])
+        return str(
+            strings.get("trigger") or strings.get("before", "") + strings["each"].split("{name}")[0]
+        )
 
     @lru_cache(maxsize=64)  # noqa: B019 - formats are as few as bases
     def compiled(self, *, with_calls: bool) -> tuple[Any, Mapping[int, str]]:
@@ -84,7 +86,10 @@ class AnswerFormat:
 @cache
 def rows() -> dict[str, dict[str, Any]]:
     """All rows of the table, by name."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(FOLDER.glob("*.json"))
+    }
 
 
 def matching_rows(chat_template: str) -> list[str]:
@@ -152,12 +157,20 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
 def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerFormat:
     template, reasoning = row["response_template"], row.get("reasoning")
     if reasoning is not None and reasoning["open"] not in tokenizer.chat_template.text:
-        fields = {key: field for key, field in template["fields"].items() if key not in REASONING_FIELDS}
+        fields = {
+            key: field for key, field in template["fields"].items() if key not in REASONING_FIELDS
+        }
         template, reasoning = {**template, "fields": fields}, None
     special = tokenizer.special_tokens.items()
-    special_tokens = {token_id: text for text, token_id in special if token_id not in tokenizer.eos_token_ids}
+    special_tokens = {
+        token_id: text for text, token_id in special if token_id not in tokenizer.eos_token_ids
+    }
     return AnswerFormat(
-        name=name, template=template, reasoning=reasoning, calls=row.get("calls"), special_tokens=special_tokens
+        name=name,
+        template=template,
+        reasoning=reasoning,
+        calls=row.get("calls"),
+        special_tokens=special_tokens,
     )
 
 

@@ -25,7 +25,14 @@ MAX_DEPTH = 8
 MAX_STEPS = 4096
 """Through the options and values of one parameter."""
 _UNIONS = ("anyOf", "oneOf", "allOf")
-_JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+_JSON_TYPES = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+}
 _LITERALS = {"boolean": '("True" | "False")', "null": '"None"'}
 """As Python writes them."""
 
@@ -38,7 +45,10 @@ def resolved(schema: object, root: Schema) -> Schema:
         target: object = root
         for key in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
             target = target.get(key) if isinstance(target, dict) and key else target
-        schema = {**(target if isinstance(target, dict) else {}), **{k: v for k, v in schema.items() if k != "$ref"}}
+        schema = {
+            **(target if isinstance(target, dict) else {}),
+            **{k: v for k, v in schema.items() if k != "$ref"},
+        }
     return schema if isinstance(schema, dict) else {}
 
 
@@ -72,8 +82,15 @@ def typed_tool(tool: Tool) -> dict[str, Any]:
     """A tool as transformers' parser needs it to give values in tags their type."""
     root = tool.function.parameters or {}
     own = root.get("properties")
-    types = {key: {"type": kinds(each, root)} for key, each in own.items()} if isinstance(own, dict) else {}
-    return {"type": "function", "function": {"name": tool.function.name, "parameters": {"properties": types}}}
+    types = (
+        {key: {"type": kinds(each, root)} for key, each in own.items()}
+        if isinstance(own, dict)
+        else {}
+    )
+    return {
+        "type": "function",
+        "function": {"name": tool.function.name, "parameters": {"properties": types}},
+    }
 
 
 @dataclass(kw_only=True)
@@ -116,7 +133,9 @@ class ArgumentGrammar:
             place = f"{param}.properties.{key}"
             if self._is_key(key):
                 value = self._value(f"{name}_{index}", each, root, place, depth)
-                pairs.append((f"{self.literal(self._before + key + self._within)} {value}", key in required))
+                pairs.append(
+                    (f"{self.literal(self._before + key + self._within)} {value}", key in required)
+                )
             elif key in required:
                 message = "This model cannot write a parameter of this name. Take letters, digits and underscores."
                 raise InvalidRequestError(message, param=place[:200], code="invalid_json_schema")
@@ -125,11 +144,15 @@ class ArgumentGrammar:
     def _is_key(self, key: str) -> bool:
         """Whether the parser takes this for a key."""
         is_python = self.strings["style"] == "python"
-        return bool(re.fullmatch(self.strings.get("key", ".*"), key)) and not (is_python and keyword.iskeyword(key))
+        return bool(re.fullmatch(self.strings.get("key", ".*"), key)) and not (
+            is_python and keyword.iskeyword(key)
+        )
 
     def _any_arguments(self) -> str:
         """The rule for arguments that no schema describes."""
-        self.rules["KEY"] = "/[A-Za-z_][A-Za-z0-9_]*/" if "key" in self.strings else "/[A-Za-z_][A-Za-z0-9_.-]*/"
+        self.rules["KEY"] = (
+            "/[A-Za-z_][A-Za-z0-9_]*/" if "key" in self.strings else "/[A-Za-z_][A-Za-z0-9_.-]*/"
+        )
         pair = f"{self.literal(self._before)} KEY {self.literal(self._within)} {self._value('any', {}, {}, '', 0)}"
         self.rules["any_args"] = f"({pair} ({self._comma} {pair})*)?"
         return "any_args"
@@ -153,7 +176,9 @@ class ArgumentGrammar:
             case ["object"]:
                 return f'"{{" {self.arguments(f"{name}_in", schema, root, param, depth + 1)} "}}"'
             case ["array"]:
-                item = self._value(f"{name}_item", schema.get("items"), root, f"{param}.items", depth + 1)
+                item = self._value(
+                    f"{name}_item", schema.get("items"), root, f"{param}.items", depth + 1
+                )
                 return f'"[" ({item} ("," {item})*)? "]"'
             case [_]:
                 return options[0]

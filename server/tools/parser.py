@@ -83,7 +83,9 @@ class _JsonText:
     def __init__(self, start: int, quote: str) -> None:
         self._place = start
         self._quote = quote
-        self._mark = re.compile(rf"{re.escape(quote)}|[\[\]{{}}]" + (r"|\\." if quote == '"' else ""), re.DOTALL)
+        self._mark = re.compile(
+            rf"{re.escape(quote)}|[\[\]{{}}]" + (r"|\\." if quote == '"' else ""), re.DOTALL
+        )
         self._depth = 0
         self._is_string = self._has_ended = False
 
@@ -99,5 +101,7 @@ class _JsonText:
             if self._has_ended:
                 break
         # The start of a mark may be the last of the text.
-        self._place = max(self._place, 0 if self._has_ended else len(text) - max(len(self._quote) - 1, 1))
+        self._place = max(
+            self._place, 0 if self._has_ended else len(text) - max(len(self._quote) - 1, 1)
+        )
         return self._place if self._has_ended else len(text)

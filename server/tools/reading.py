@@ -70,7 +70,9 @@ class AnswerPlan:
         return AnswerReader(self)
 
 
-def plan_answer(answer: AnswerFormat, tools: Sequence[Tool], rendered: str, *, shows_reasoning: bool) -> AnswerPlan:
+def plan_answer(
+    answer: AnswerFormat, tools: Sequence[Tool], rendered: str, *, shows_reasoning: bool
+) -> AnswerPlan:
     """The plan for the answers to a rendered prompt.
 
     Raises:
@@ -93,7 +95,9 @@ def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
     calls: dict[int, CallPiece] = {}
     for piece in pieces:
         known = calls.get(piece.index)
-        calls[piece.index] = replace(known, arguments=known.arguments + piece.arguments) if known else piece
+        calls[piece.index] = (
+            replace(known, arguments=known.arguments + piece.arguments) if known else piece
+        )
     return tuple(calls.values())
 
 
@@ -127,7 +131,10 @@ class AnswerReader:
 
     def _reset(self) -> None:
         self.num_calls = 0
-        self._held = {"content": "", "reasoning": ""}  # white space, part of the text only if more text follows
+        self._held = {
+            "content": "",
+            "reasoning": "",
+        }  # white space, part of the text only if more text follows
         self._now = Reading()
 
     @property
@@ -187,7 +194,11 @@ class AnswerReader:
         """
         self._now = reading
         # Of tags the parser takes what is there.
-        is_cut = is_cut or self._plan.format.template["fields"].get(CALLS_FIELD, {}).get("content") == "xml-inline"
+        is_cut = (
+            is_cut
+            or self._plan.format.template["fields"].get(CALLS_FIELD, {}).get("content")
+            == "xml-inline"
+        )
         if is_cut and self.has_begun_call:
             return True
         for event in self._parser.rest():
@@ -234,7 +245,9 @@ class AnswerReader:
             self._text("content", raw.strip())
 
     def _add(self, name: str, arguments: str = "") -> None:
-        self._now.calls.append(CallPiece(index=self.num_calls, id=_call_id(self._plan), name=name, arguments=arguments))
+        self._now.calls.append(
+            CallPiece(index=self.num_calls, id=_call_id(self._plan), name=name, arguments=arguments)
+        )
         self.num_calls += 1
 
 
@@ -255,9 +268,14 @@ def _calls(value: object) -> list[tuple[str, str]]:
 
 def _call(value: object) -> tuple[str, str]:
     match value.get("function", value) if isinstance(value, dict) else None:
-        case {"name": str(name), "arguments": dict(given)} | {"name": str(name), "parameters": dict(given)}:
+        case {"name": str(name), "arguments": dict(given)} | {
+            "name": str(name),
+            "parameters": dict(given),
+        }:
             text = json.dumps(given, ensure_ascii=False)
-            return name, text if text.isprintable() else json.dumps(given)  # a lone surrogate cannot be sent as it is
+            return name, text if text.isprintable() else json.dumps(
+                given
+            )  # a lone surrogate cannot be sent as it is
     raise TypeError("not a call")
 
 
@@ -275,8 +293,15 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
     for statement in ast.parse(text.strip()).body:
         node = statement.value if isinstance(statement, ast.Expr) else None
         for call in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-            if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
+            if (
+                not isinstance(call, ast.Call)
+                or call.args
+                or any(each.arg is None for each in call.keywords)
+            ):
                 raise TypeError("not a call")
-            pairs = ((each.arg, ast.literal_eval(_JsonNames().visit(each.value))) for each in call.keywords)
+            pairs = (
+                (each.arg, ast.literal_eval(_JsonNames().visit(each.value)))
+                for each in call.keywords
+            )
             calls.append({"name": ast.unparse(call.func), "arguments": dict(pairs)})
     return calls

@@ -43,7 +43,8 @@ class CalledFunction(StoredBody):
 
     name: ToolName
     arguments: Annotated[
-        dict[str, Any], BeforeValidator(lambda text: parse_arguments(text), json_schema_input_type=str)
+        dict[str, Any],
+        BeforeValidator(lambda text: parse_arguments(text), json_schema_input_type=str),
     ]
     """A JSON object, as a string."""
 
@@ -79,7 +80,9 @@ def parse_arguments(text: object) -> dict[str, Any]:
     except strict_json.JsonRefusedError as error:
         value, why = None, str(error)
     if not isinstance(value, dict):
-        raise PydanticCustomError("invalid_json", "must be a JSON object in a string: {why}", {"why": why})
+        raise PydanticCustomError(
+            "invalid_json", "must be a JSON object in a string: {why}", {"why": why}
+        )
     return value
 
 
@@ -94,9 +97,15 @@ def parse_tool_choice(value: object) -> ToolChoice:
     if value in ("none", "auto", "required"):
         return ToolChoice(mode=value)
     match value:
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "type": "function",
+            "name": str(name),
+        }:
             return ToolChoice(mode="required", names=frozenset({name}), is_single=True)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)},
+        }:
             names = [_name(tool) for tool in tools]
             if names and None not in names:
                 return ToolChoice(mode=mode, names=frozenset(str(name) for name in names))
@@ -121,7 +130,9 @@ def _object_schema(**properties: dict[str, Any]) -> dict[str, Any]:
 TOOL_CHOICE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
-        _object_schema(type={"const": "function"}, function=_object_schema(name={"type": "string"})),
+        _object_schema(
+            type={"const": "function"}, function=_object_schema(name={"type": "string"})
+        ),
         _object_schema(type={"const": "allowed_tools"}, allowed_tools={"type": "object"}),
     ]
 }

@@ -69,21 +69,36 @@ def read_prices(path: Path) -> PriceTable:
     }
     if "default" not in prices:
         raise _wrong("per_million_tokens must have default")
-    if any(units * file.batch % 1 for price in prices.values() for units in dataclasses.astuple(price)):
-        raise _wrong(f"batch {file.batch} times a price has more than ten decimal places for a token: round one")
+    if any(
+        units * file.batch % 1 for price in prices.values() for units in dataclasses.astuple(price)
+    ):
+        raise _wrong(
+            f"batch {file.batch} times a price has more than ten decimal places for a token: round one"
+        )
     default, base = prices.pop("default"), prices.pop("base", None)
     tenants: dict[str, Price] = {}
     adapters: dict[tuple[str, str], Price] = {}
     for name, price in prices.items():
         tenant, slash, adapter = name.partition("/")
-        if not slash or not is_name(tenant) or (adapter != "*" and not all(map(is_name, adapter.split("/", 1)))):
-            raise _wrong(f"{name!r} must be default, base, TENANT/*, TENANT/ADAPTER or, granted, TENANT/OWNER/ADAPTER")
+        if (
+            not slash
+            or not is_name(tenant)
+            or (adapter != "*" and not all(map(is_name, adapter.split("/", 1))))
+        ):
+            raise _wrong(
+                f"{name!r} must be default, base, TENANT/*, TENANT/ADAPTER or, granted, TENANT/OWNER/ADAPTER"
+            )
         if adapter == "*":
             tenants[tenant] = price
         else:
             adapters[tenant, adapter] = price
     return PriceTable(
-        currency=file.currency, default=default, base=base, tenants=tenants, adapters=adapters, batch=file.batch
+        currency=file.currency,
+        default=default,
+        base=base,
+        tenants=tenants,
+        adapters=adapters,
+        batch=file.batch,
     )
 
 

@@ -86,10 +86,14 @@ class OrganizationUsageParams(BaseModel):
     def groups(self) -> tuple[records.GroupBy, ...]:
         """What the rows are grouped by; groups that Manylora lacks have one value, so they change nothing."""
         wanted = [*self.group_by, *self.group_by_brackets]
-        return tuple(dict.fromkeys(_OPENAI_GROUPS[name] for name in wanted if name in _OPENAI_GROUPS))
+        return tuple(
+            dict.fromkeys(_OPENAI_GROUPS[name] for name in wanted if name in _OPENAI_GROUPS)
+        )
 
 
-@router.get("/v1/usage", response_model=schemas.UsageList, response_model_exclude_unset=True, responses=_CSV)
+@router.get(
+    "/v1/usage", response_model=schemas.UsageList, response_model_exclude_unset=True, responses=_CSV
+)
 async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
 ) -> dict[str, object] | Response:
@@ -122,7 +126,9 @@ async def list_usage_events(
     events = schemas.UsageEventList.model_validate(page)
     if params.format == "csv":
         fields = list(schemas.UsageEventView.model_fields)
-        return _csv_response(fields, [event.model_dump() for event in events.data], next_page=events.next)
+        return _csv_response(
+            fields, [event.model_dump() for event in events.data], next_page=events.next
+        )
     return events
 
 
@@ -147,7 +153,9 @@ async def get_organization_usage(
         begin = int(row.start.timestamp()) // width * width
         results[begin].append(_result(services, query, row))
     buckets = [
-        schemas.OrganizationUsageBucket(start_time=begin, end_time=min(begin + width, end), results=results[begin])
+        schemas.OrganizationUsageBucket(
+            start_time=begin, end_time=min(begin + width, end), results=results[begin]
+        )
         for begin in range(first, last, width)
     ]
     next_page = f"page_{last}" if last < end else None
@@ -158,16 +166,28 @@ def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
     """First second, end of this page, end of the whole range."""
     width = _WIDTH_S[params.bucket_width]
     default, most = _BUCKET_LIMITS[params.bucket_width]
-    first = (int(params.page.removeprefix("page_")) if params.page else params.start_time) // width * width
+    first = (
+        (int(params.page.removeprefix("page_")) if params.page else params.start_time)
+        // width
+        * width
+    )
     end = params.end_time if params.end_time is not None else now
     if first >= end:
         raise InvalidRequestError("end_time must be after start_time.", param="end_time")
     return first, min(end, first + width * min(params.limit or default, most)), end
 
 
-def _row_fields(query: records.UsageQuery, row: records.UsageRow, currency: str | None) -> dict[str, object]:
+def _row_fields(
+    query: records.UsageQuery, row: records.UsageRow, currency: str | None
+) -> dict[str, object]:
     other = {} if query.top is None else {"other": row.other}
-    return {"start": iso(row.start), "end": iso(row.end), **group_fields(query, row), **other, **_sums(row, currency)}
+    return {
+        "start": iso(row.start),
+        "end": iso(row.end),
+        **group_fields(query, row),
+        **other,
+        **_sums(row, currency),
+    }
 
 
 def _sums(sums: records.UsageTotals, currency: str | None) -> dict[str, object]:
@@ -175,7 +195,9 @@ def _sums(sums: records.UsageTotals, currency: str | None) -> dict[str, object]:
     return {**fields, "cost": in_currency(sums.cost)} if currency else fields
 
 
-def _csv_response(fields: list[str], rows: Iterable[dict[str, object]], next_page: str | None = None) -> Response:
+def _csv_response(
+    fields: list[str], rows: Iterable[dict[str, object]], next_page: str | None = None
+) -> Response:
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=fields)
     writer.writeheader()
@@ -188,10 +210,14 @@ def _cell(value: object) -> object:
     """A cell that no spreadsheet takes for a formula, though it may hold a client's text; booleans as in JSON."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    return (
+        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    )
 
 
-def _result(services: Services, query: records.UsageQuery, row: records.UsageRow) -> schemas.OrganizationUsageResult:
+def _result(
+    services: Services, query: records.UsageQuery, row: records.UsageRow
+) -> schemas.OrganizationUsageResult:
     return schemas.OrganizationUsageResult(
         input_tokens=row.prompt_tokens,
         output_tokens=row.completion_tokens,
@@ -213,7 +239,9 @@ class LatencyParams(SpanParams):
     groups: ClassVar[Sequence[records.GroupBy]] = LATENCY_GROUPS
 
 
-@router.get("/v1/usage/latency", response_model=schemas.LatencyList, response_model_exclude_unset=True)
+@router.get(
+    "/v1/usage/latency", response_model=schemas.LatencyList, response_model_exclude_unset=True
+)
 async def get_latency(
     services: Wired, caller: UsageCaller, params: Annotated[LatencyParams, Query()]
 ) -> schemas.LatencyList:
@@ -238,4 +266,6 @@ async def get_latency(
 def _row_view(query: records.UsageQuery, row: records.LatencyRow) -> schemas.LatencyRowView:
     figures = {name: getattr(row, name) for name in schemas.LatencyFiguresView.model_fields}
     groups = group_fields(query, row)
-    return schemas.LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **figures})
+    return schemas.LatencyRowView.model_validate(
+        {"start": iso(row.start), "end": iso(row.end), **groups, **figures}
+    )

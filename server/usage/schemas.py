@@ -129,7 +129,9 @@ class UsageEventList(Listing[UsageEventView]):
 class OrganizationUsageResult(View):
     """One group of OpenAI's usage shape; the project is the tenant, the model is the adapter."""
 
-    object: Literal["organization.usage.completions.result"] = "organization.usage.completions.result"
+    object: Literal["organization.usage.completions.result"] = (
+        "organization.usage.completions.result"
+    )
     input_tokens: int
     output_tokens: int
     input_cached_tokens: int

@@ -49,15 +49,25 @@ class SpanParams(BaseModel):
     def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger; times that name no offset are of the zone."""
         end = _moment(self.end, "end", zone) if self.end else now + timedelta(seconds=1)
-        start = _moment(self.start, "start", zone) if self.start else end - min(DEFAULT_SPAN, end - EARLIEST)
+        start = (
+            _moment(self.start, "start", zone)
+            if self.start
+            else end - min(DEFAULT_SPAN, end - EARLIEST)
+        )
         given = self.model_dump(exclude={"tenant", "start", "end", "tz", "format"}, by_alias=True)
-        asked: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in given.items()}
+        asked: dict[str, Any] = {
+            name: tuple(each) if isinstance(each, list) else each for name, each in given.items()
+        }
         if "group_by" in asked:
             names = {name for name in asked["group_by"].split(",") if name}
             if not names <= set(self.groups):
-                raise InvalidRequestError(f"group_by takes {', '.join(self.groups)}.", param="group_by")
+                raise InvalidRequestError(
+                    f"group_by takes {', '.join(self.groups)}.", param="group_by"
+                )
             asked["group_by"] = tuple(group for group in self.groups if group in names)
-        return UsageQuery(start=start, end=end, zone=zone, tenant_id=usage_scope(caller, self.tenant), **asked)
+        return UsageQuery(
+            start=start, end=end, zone=zone, tenant_id=usage_scope(caller, self.tenant), **asked
+        )
 
 
 def usage_scope(caller: Caller, tenant: str | None) -> str | None:
@@ -68,7 +78,11 @@ def usage_scope(caller: Caller, tenant: str | None) -> str | None:
 def group_fields(query: UsageQuery, row: UsageRow | LatencyRow) -> dict[str, object]:
     """The group of a row, by the API's names. A version comes with its adapter."""
     shown = {*query.group_by, *(("adapter",) if "version" in query.group_by else ())}
-    return {group: getattr(row, "key_id" if group == "key" else group) for group in GROUPS if group in shown}
+    return {
+        group: getattr(row, "key_id" if group == "key" else group)
+        for group in GROUPS
+        if group in shown
+    }
 
 
 def _moment(text: str, param: str, zone: ZoneInfo) -> datetime:
@@ -79,4 +93,6 @@ def _moment(text: str, param: str, zone: ZoneInfo) -> datetime:
         moment = datetime.fromisoformat(_SPACED_OFFSET.sub("+", text))
         return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
     except (ValueError, OverflowError, OSError) as error:
-        raise InvalidRequestError(f"{param} must be a time in ISO-8601 or Unix seconds.", param=param) from error
+        raise InvalidRequestError(
+            f"{param} must be a time in ISO-8601 or Unix seconds.", param=param
+        ) from error

@@ -64,7 +64,9 @@ class ServerInfoView(View):
 
 
 @router.post("/pause")
-async def pause(services: Wired, admin: Admin, mode: Literal["abort", "wait", "keep"] = "abort") -> StatusView:
+async def pause(
+    services: Wired, admin: Admin, mode: Literal["abort", "wait", "keep"] = "abort"
+) -> StatusView:
     """Have the engine compute nothing until it is resumed; requests are taken, and wait.
 
     `keep` keeps running requests as they are, `wait` answers when they have ended, and `abort` ends all requests with
@@ -79,7 +81,9 @@ async def pause(services: Wired, admin: Admin, mode: Literal["abort", "wait", "k
             state = (await services.engine_status()).pause
             await asyncio.sleep(LOOK_S if state == "wait" else 0)
     if state is None:
-        raise ConflictError("The engine was resumed while it waited for running requests to end.", code="resumed")
+        raise ConflictError(
+            "The engine was resumed while it waited for running requests to end.", code="resumed"
+        )
     return StatusView(status="paused")
 
 
@@ -112,9 +116,14 @@ async def get_world_size(_: Admin) -> WorldSizeView:
 
 
 @router.get("/server_info")
-async def server_info(services: Wired, _: Admin, config_format: Literal["text", "json"] = "text") -> ServerInfoView:
+async def server_info(
+    services: Wired, _: Admin, config_format: Literal["text", "json"] = "text"
+) -> ServerInfoView:
     """Tell what the server is."""
-    config, versions = _config(services), {"manylora_version": manylora.__version__, "torch_version": version("torch")}
+    config, versions = (
+        _config(services),
+        {"manylora_version": manylora.__version__, "torch_version": version("torch")},
+    )
     system = {**versions, "os": platform.platform(), "python_version": platform.python_version()}
     told = config if config_format == "json" else str(config)
     return ServerInfoView(vllm_config=told, vllm_env={}, system_env=system)
@@ -123,7 +132,10 @@ async def server_info(services: Wired, _: Admin, config_format: Literal["text", 
 def _config(services: Services) -> dict[str, Any]:
     ready, memory, scheduler = services.ready, services.ready.memory, services.config.scheduler
     model = {"model": ready.model_path, "served_model_name": services.served_name}
-    limits = {"max_model_len": ready.max_model_len, "max_logprobs": services.config.server.max_logprobs}
+    limits = {
+        "max_model_len": ready.max_model_len,
+        "max_logprobs": services.config.server.max_logprobs,
+    }
     return {
         "model_config": {**model, "dtype": ready.dtype, **limits},
         "lora_config": {"max_loras": memory.slots, "max_lora_rank": ready.max_rank},
@@ -133,7 +145,10 @@ def _config(services: Services) -> dict[str, Any]:
             "num_gpu_blocks": memory.num_pages,
             "enable_prefix_caching": services.config.memory.prefix_cache,
         },
-        "scheduler_config": {"max_num_seqs": scheduler.max_running, "max_num_batched_tokens": memory.step_tokens},
+        "scheduler_config": {
+            "max_num_seqs": scheduler.max_running,
+            "max_num_batched_tokens": memory.step_tokens,
+        },
         "parallel_config": {"world_size": WORLD_SIZE},
         "device_config": {"device": ready.device},
     }

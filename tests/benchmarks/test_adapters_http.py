@@ -23,12 +23,16 @@ def test_small_adapters_are_for_the_shape_and_made_once(tmp_path: Path) -> None:
     shape = base_shape(read_spec(tmp_path / "base"), "")
     for folder in folders:
         weights = folder / "adapter_model.safetensors"
-        checkpoint = read_checkpoint((folder / "adapter_config.json").read_bytes(), weights, shape, 64)
+        checkpoint = read_checkpoint(
+            (folder / "adapter_config.json").read_bytes(), weights, shape, 64
+        )
         assert set(checkpoint.ranks.values()) == {8}
         assert checkpoint.applied == 48
     before = [(folder / "adapter_model.safetensors").stat().st_mtime_ns for folder in folders]
     make_small_adapters(tmp_path)
-    assert [(folder / "adapter_model.safetensors").stat().st_mtime_ns for folder in folders] == before
+    assert [
+        (folder / "adapter_model.safetensors").stat().st_mtime_ns for folder in folders
+    ] == before
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_small_run_weighs_cold_and_warm_against_the_control(
     cache: Path, measure: Callable[..., dict[str, Any]]
 ) -> None:
-    arm = measure("adapters-http", f"--counts= --tight 6 {SMALL}", "--cache", str(cache))["arms"]["tight"]
+    arm = measure("adapters-http", f"--counts= --tight 6 {SMALL}", "--cache", str(cache))["arms"][
+        "tight"
+    ]
     assert arm["settings"]["served"][0].startswith("memory.gib=0.0")
     served, control = arm["runs"]["served"], arm["runs"]["control"]
     assert served["cold"]["states"]["stored"] > 0

@@ -20,7 +20,11 @@ def test_a_load_is_measured_alone_and_beside_a_batch(
     settings = "--set=memory.gib=0.05 --set=memory.host_gib=0.05 --set=model.threads=1"
     models = ["--model", str(demo.MODEL), "--adapter", str(demo.ADAPTERS / "pirate")]
     result = measure("batches", f"{load} {settings}", *models)
-    assert (result["batch"]["total"], result["batch"]["completed"], result["batch"]["failed"]) == (6, 6, 0)
+    assert (result["batch"]["total"], result["batch"]["completed"], result["batch"]["failed"]) == (
+        6,
+        6,
+        0,
+    )
     assert result["options"]["models"] == "base,pirate"
     assert result["alone"]["errors"] == result["beside"]["errors"] == 0
     assert result["beside"]["ttft_p95_ms"] > 0

@@ -32,10 +32,16 @@ def test_batches_start_when_they_are_full_and_none_runs(
         assert batches.sizes == [admitted][: admitted > 0]
 
 
-def test_three_generations_answer_the_same_requests(tmp_path: Path, measure: Callable[..., dict[str, Any]]) -> None:
+def test_three_generations_answer_the_same_requests(
+    tmp_path: Path, measure: Callable[..., dict[str, Any]]
+) -> None:
     small = "--requests 12 --repeats 1 --files 8 --max-running 4 --loads 0.5 --lengths 4 16 --window-ms 20"
     result = measure("batching", small, "--cache", str(tmp_path))
     assert tuple(result["modes"]) == MODES
     for found in result["modes"].values():
-        assert found["0.5"]["requests/s"]["median"] == pytest.approx(result["saturated_requests_per_s"] / 2, rel=1e-3)
-        assert 0 < found["0.5"]["mean latency, ms"]["median"] <= found["0.5"]["p95 latency, ms"]["max"]
+        assert found["0.5"]["requests/s"]["median"] == pytest.approx(
+            result["saturated_requests_per_s"] / 2, rel=1e-3
+        )
+        assert (
+            0 < found["0.5"]["mean latency, ms"]["median"] <= found["0.5"]["p95 latency, ms"]["max"]
+        )

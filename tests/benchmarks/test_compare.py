@@ -20,14 +20,27 @@ def servers() -> Iterator[tuple[ShopWindow, ShopWindow]]:
         yield ours, theirs
 
 
-def compare(servers: tuple[ShopWindow, ShopWindow], path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+def compare(
+    servers: tuple[ShopWindow, ShopWindow], path: Path, *arguments: str
+) -> tuple[int, dict[str, Any]]:
     ours, theirs = servers
     status = main(
         "compare",
         [
             *("--url", ours.url, "--key", "our-secret", "--models", "base,pirate"),
             *("--peer", theirs.url, "--peer-key", "their-secret", "--peer-name", "peer"),
-            *("--requests", "6", "--concurrency", "2", "--output-tokens", "3", "--repeats", "2", "--json", str(path)),
+            *(
+                "--requests",
+                "6",
+                "--concurrency",
+                "2",
+                "--output-tokens",
+                "3",
+                "--repeats",
+                "2",
+                "--json",
+                str(path),
+            ),
             *arguments,
         ],
     )
@@ -44,9 +57,13 @@ def test_both_get_the_same_requests_under_their_own_names(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as of a script, however the tests were started
     monkeypatch.setattr(
-        sys, "argv", ["manylora", "bench", "compare", "--key", "our-secret", "--peer-key", "their-secret"]
+        sys.modules["__main__"], "__spec__", None
+    )  # as of a script, however the tests were started
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["manylora", "bench", "compare", "--key", "our-secret", "--peer-key", "their-secret"],
     )
     status, result = compare(servers, tmp_path / "r.json", "--peer-models", "b,l0")
     assert status == 0
@@ -82,5 +99,8 @@ def test_a_server_that_answers_wrongly_is_named_before_anything_is_measured(
     servers[1].fault = "short"
     status, result = compare(servers, tmp_path / "r.json", "--peer-models", "b,l0")
     assert status == 1
-    assert "peer does not answer as asked: usage says 2 tokens came, 3 were asked for" in capsys.readouterr().err
+    assert (
+        "peer does not answer as asked: usage says 2 tokens came, 3 were asked for"
+        in capsys.readouterr().err
+    )
     assert not result

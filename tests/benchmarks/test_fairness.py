@@ -11,7 +11,9 @@ from manylora.benchmarks.http import fairness
 from manylora.benchmarks.http.fairness import make_result
 
 
-def run(ttft_ms: list[float], *rates: float, step_ms: float = 10.0, kept: float = 1.0) -> dict[str, Any]:
+def run(
+    ttft_ms: list[float], *rates: float, step_ms: float = 10.0, kept: float = 1.0
+) -> dict[str, Any]:
     return {
         "ttft_ms": ttft_ms,
         "refused": 0,
@@ -30,7 +32,10 @@ def goals_of(runs: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[float, bo
 
 def test_a_quiet_tenant_may_wait_three_times_as_long_as_alone_or_five_steps() -> None:
     alone = [run([10.0] * 20)]
-    slow, quick = (goals_of({"alone": alone, "one": [run([40.0] * 20, 900, step_ms=step)]}) for step in (10.0, 1.0))
+    slow, quick = (
+        goals_of({"alone": alone, "one": [run([40.0] * 20, 900, step_ms=step)]})
+        for step in (10.0, 1.0)
+    )
     assert slow["one: quiet TTFT p95, ms"] == (50.0, True)
     assert quick["one: quiet TTFT p95, ms"] == (30.0, False)
     same = goals_of({"alone": alone, "same": [run([90.0] * 20, 900, step_ms=1.0)]})
@@ -54,7 +59,9 @@ def test_repeats_are_put_together_and_the_flood_is_weighed_against_itself() -> N
     assert not kept["ok"]
 
 
-@pytest.mark.parametrize(("heavy", "ok"), [(3000.0, True), (3140.0, True), (2840.0, False), (3160.0, False)])
+@pytest.mark.parametrize(
+    ("heavy", "ok"), [(3000.0, True), (3140.0, True), (2840.0, False), (3160.0, False)]
+)
 def test_weights_hold_within_five_percent(heavy: float, ok: bool) -> None:
     found = goals_of({"alone": [run([10.0])], "weights": [run([], heavy, 1000.0)]})
     assert found["weights 3:1: error of the ratio of tokens/s"] == (0.05, ok)
@@ -66,7 +73,10 @@ def test_a_small_run_tells_of_every_arm(
 ) -> None:
     monkeypatch.setattr(fairness, "TURNS", 2)
     small = "--seconds 0.2 --repeats 1 --streams 4 --many 2 --flood-tokens 30 --quiet-tokens 2 --pause-ms 10"
-    result = measure("fairness", f"{small} --set=memory.gib=0.05 --set=memory.host_gib=0.05 --set=model.threads=1")
+    result = measure(
+        "fairness",
+        f"{small} --set=memory.gib=0.05 --set=memory.host_gib=0.05 --set=model.threads=1",
+    )
     assert set(result["arms"]) == {"alone", "one", "all", "hundred", "same", "weights"}
     for name, arm in result["arms"].items():
         assert (arm["requests"] > 0) == (name != "weights")

@@ -33,10 +33,14 @@ def test_a_small_run_asks_both_ways_and_counts_the_time_of_the_processes(
     result = measure("gateway", "--streams 4 --tokens 150 --repeats 1")
     direct, through = (result["paths"][name] for name in ("direct", "gateway"))
     for found in (direct, through):
-        assert 0 < found["tokens_per_s"]["median"] <= 1.1 * 4 * 100, "the engine's clock, whichever way"
+        assert 0 < found["tokens_per_s"]["median"] <= 1.1 * 4 * 100, (
+            "the engine's clock, whichever way"
+        )
         assert found["replicas_cpu_us"]["median"] > 0
         assert 0 < found["ttft_p50_ms"]["median"] <= found["ttft_p99_ms"]["median"]
-    assert direct["gateway_cpu_us"]["median"] < through["gateway_cpu_us"]["median"], "it is asked by one of them only"
+    assert direct["gateway_cpu_us"]["median"] < through["gateway_cpu_us"]["median"], (
+        "it is asked by one of them only"
+    )
     assert 0 < result["gateway_idle_mib"] <= through["gateway_mib"]["median"]
     goals = {goal["goal"]: goal["figure"] for goal in result["goals"]}
     assert goals["CPU of the gateway, us per token"] == through["gateway_cpu_us"]["median"]

@@ -44,7 +44,13 @@ def test_every_token_is_counted_with_its_time(server: ShopWindow) -> None:
     assert [reply.completion_tokens for reply in replies] == [4] * 6
     check_replies(replies)
     for reply in replies:
-        assert reply.due_s <= reply.sent_s <= reply.head_s <= reply.token_times_s[0] < reply.token_times_s[-1]
+        assert (
+            reply.due_s
+            <= reply.sent_s
+            <= reply.head_s
+            <= reply.token_times_s[0]
+            < reply.token_times_s[-1]
+        )
         assert reply.token_times_s[-1] <= reply.done_s
     spans = (replies[0].sent_s, replies[-1].done_s)
     assert tokens_per_s(replies, *spans) == pytest.approx(24 / (spans[1] - spans[0]))
@@ -53,13 +59,17 @@ def test_every_token_is_counted_with_its_time(server: ShopWindow) -> None:
 def test_a_refusal_is_no_failure_and_tells_when_to_come_again(server: ShopWindow) -> None:
     server.fault = "503"
     replies = ask(server.url, 2)
-    assert [(reply.status, reply.is_refused, reply.retry_after_s) for reply in replies] == [(503, True, 7.0)] * 2
+    assert [(reply.status, reply.is_refused, reply.retry_after_s) for reply in replies] == [
+        (503, True, 7.0)
+    ] * 2
     check_replies(replies)
     assert server.connections == 1
 
 
 @pytest.mark.parametrize("fault", ["close", "more", "no length"])
-def test_a_connection_that_the_server_ends_or_talks_on_is_not_used_again(server: ShopWindow, fault: str) -> None:
+def test_a_connection_that_the_server_ends_or_talks_on_is_not_used_again(
+    server: ShopWindow, fault: str
+) -> None:
     server.fault = fault
     replies = ask(server.url, 3)
     check_replies(replies)
@@ -67,7 +77,9 @@ def test_a_connection_that_the_server_ends_or_talks_on_is_not_used_again(server:
     assert server.connections == 3
 
 
-def test_a_kept_connection_that_turns_out_to_be_closed_is_no_error_and_a_new_one_is(server: ShopWindow) -> None:
+def test_a_kept_connection_that_turns_out_to_be_closed_is_no_error_and_a_new_one_is(
+    server: ShopWindow,
+) -> None:
     server.fault = "one answer"
     replies = ask(server.url, 3)
     check_replies(replies)
@@ -75,7 +87,10 @@ def test_a_kept_connection_that_turns_out_to_be_closed_is_no_error_and_a_new_one
     assert server.connections == 3
     server.fault = "unanswered"
     (reply,) = ask(server.url, 1)
-    assert reply.error == "ConnectionError: the server closed the connection before the end of the answer"
+    assert (
+        reply.error
+        == "ConnectionError: the server closed the connection before the end of the answer"
+    )
     assert server.connections == 4
 
 
@@ -120,7 +135,9 @@ def test_the_clients_own_delay_is_seen() -> None:
 
 def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow) -> None:
     def group(key: str, models: list[str], count: int) -> Streams:
-        return Streams(Served(server.url, key, models), count, 3, 50, LoadSettings(vocab_size=64, seed=count))
+        return Streams(
+            Served(server.url, key, models), count, 3, 50, LoadSettings(vocab_size=64, seed=count)
+        )
 
     groups = [group("one", ["a", "b"], 3), group("two", ["c"], 2)]
     with flood(groups) as report:
@@ -130,7 +147,9 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
     assert server.most_in_flight == 5
     assert server.authorizations == {"Bearer one", "Bearer two"}
     assert {body["model"] for body in server.bodies} == {"a", "b", "c"}
-    assert [len(replies) >= group.count for replies, group in zip(report.replies, groups, strict=True)] == [True] * 2
+    assert [
+        len(replies) >= group.count for replies, group in zip(report.replies, groups, strict=True)
+    ] == [True] * 2
     assert all(tokens_per_s(replies, start_s, start_s + 0.5) > 0 for replies in report.replies)
     assert report.delays_s
     deadline = time.monotonic() + 10

@@ -67,7 +67,10 @@ def test_each_case_is_in_the_file_as_soon_as_it_ended(tmp_path: Path, recorder: 
     cases = {"first": recorder.case("first", measured=2.5), "second": look}
     assert CaseLog(path, ABOUT).run(cases, 60) == DONE
     kept = json.loads(path.read_text())["cases"]
-    assert kept == {"first": {"measured": 2.5, "seconds": 1.0}, "second": {"measured": 3.5, "seconds": 0.0}}
+    assert kept == {
+        "first": {"measured": 2.5, "seconds": 1.0},
+        "second": {"measured": 3.5, "seconds": 0.0},
+    }
     assert [each.name for each in tmp_path.iterdir()] == ["verb.json"]
 
 
@@ -97,7 +100,10 @@ def test_a_case_that_fails_is_kept_and_the_rest_goes_on(tmp_path: Path, recorder
 def test_nothing_is_run_on_a_device_that_is_lost(
     tmp_path: Path, recorder: Recorder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, cases = tmp_path / "verb.json", {"bad": recorder.case("bad", raises="CUDA"), "good": recorder.case("good")}
+    path, cases = (
+        tmp_path / "verb.json",
+        {"bad": recorder.case("bad", raises="CUDA"), "good": recorder.case("good")},
+    )
     assert CaseLog(path, ABOUT).run(cases, 60, lambda: False) == FAILED
     assert recorder.ran == ["bad"]
     assert "the device is lost: run it again to go on" in capsys.readouterr().out
@@ -105,7 +111,9 @@ def test_nothing_is_run_on_a_device_that_is_lost(
     assert recorder.ran == ["bad", "good"]
 
 
-def test_a_case_in_which_the_process_died_is_left_out_the_next_time(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_case_in_which_the_process_died_is_left_out_the_next_time(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     def die() -> dict[str, Any]:
         raise KeyboardInterrupt
 
@@ -135,7 +143,10 @@ def test_a_line_shows_figure_floor_and_goal() -> None:
     assert line("name", found).split() == shown
     assert line("name", {**found, "measured": 13.0}).endswith("us  (1.30x)")
     assert line("name", {"measured": 3.0, "unit": "ms"}).split() == ["name", "measured", "3", "ms"]
-    assert line("name", {"absent": "ncu is not there"}).split(maxsplit=1)[1] == "absent: ncu is not there"
+    assert (
+        line("name", {"absent": "ncu is not there"}).split(maxsplit=1)[1]
+        == "absent: ncu is not there"
+    )
     assert line("name", {"error": "one\ntwo"}).endswith("error: one")
     assert line("tests", {"note": "7 passed"}).split(maxsplit=1)[1] == "7 passed"
     assert is_failure({"measured": 1.0, "ok": False})
@@ -215,7 +226,9 @@ def test_results_are_what_is_returned_or_added_to_zeros() -> None:
     steady = Work("steady", lambda _: out.add_(1), 1.0, out=out)
     assert torch.equal(kernels.result(steady), torch.ones(3))
     assert torch.equal(kernels.result(steady), torch.ones(3))
-    assert torch.equal(kernels.result(Work("returns", lambda call: torch.tensor([call]), 1.0)), torch.tensor([0]))
+    assert torch.equal(
+        kernels.result(Work("returns", lambda call: torch.tensor([call]), 1.0)), torch.tensor([0])
+    )
 
 
 def test_on_a_gpu_calls_are_timed_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +241,9 @@ def test_on_a_gpu_calls_are_timed_in_one_graph(monkeypatch: pytest.MonkeyPatch) 
         run()
         return 0.25
 
-    monkeypatch.setitem(sys.modules, "triton.testing", SimpleNamespace(do_bench_cudagraph=do_bench_cudagraph))
+    monkeypatch.setitem(
+        sys.modules, "triton.testing", SimpleNamespace(do_bench_cudagraph=do_bench_cudagraph)
+    )
     assert call_s(calls.append, torch.device("cuda")) == 0.25e-3
     assert calls == [0, 1]
 
@@ -249,7 +264,9 @@ def test_a_device_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) 
     assert not release(torch.device("cuda"))
 
 
-def test_a_result_says_what_it_was_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_says_what_it_was_measured_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho \"$1\"\necho '580.1, 1980 MHz'\n")

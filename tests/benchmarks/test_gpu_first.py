@@ -163,12 +163,27 @@ def test_a_signal_ends_the_piece_and_shows_the_table(
 
 
 def test_a_ratio_is_that_to_the_nearest_prediction() -> None:
-    step, mixed = ("step", "decode, 32 rows, 0 adapters"), ("kernels", "LoRA, mixed ranks as one rank")
+    step, mixed = (
+        ("step", "decode, 32 rows, 0 adapters"),
+        ("kernels", "LoRA, mixed ranks as one rank"),
+    )
     assert row(*step, {"measured": 15.0, "unit": "ms"}) == ["15 ms", "5.6 to 7.5", "2.00"]
     assert row(*step, {"measured": 6.0, "unit": "ms"}) == ["6 ms", "5.6 to 7.5", "1.00"]
-    assert row(*step, {"measured": 2.8, "unit": "ms", "goal": 2.0}) == ["2.8 ms, missed 2", "5.6 to 7.5", "0.50"]
-    assert row(*mixed, {"measured": 55.0, "even": 50.0, "unit": "us"}) == ["55 us", "50 to 55", "1.00"]
-    assert row("check", "nvcc", {"absent": "nvcc is not on PATH"}) == ["nvcc is not on PATH", "", ""]
+    assert row(*step, {"measured": 2.8, "unit": "ms", "goal": 2.0}) == [
+        "2.8 ms, missed 2",
+        "5.6 to 7.5",
+        "0.50",
+    ]
+    assert row(*mixed, {"measured": 55.0, "even": 50.0, "unit": "us"}) == [
+        "55 us",
+        "50 to 55",
+        "1.00",
+    ]
+    assert row("check", "nvcc", {"absent": "nvcc is not on PATH"}) == [
+        "nvcc is not on PATH",
+        "",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("is_tiny", [False, True])
@@ -185,12 +200,18 @@ def test_pieces_and_predictions_name_cases(tmp_path: Path, is_tiny: bool) -> Non
 
 def test_the_notes_have_the_predictions() -> None:
     notes = (ROOT / "benchmarks" / "results" / "nvidia-h200" / "NOTES.md").read_text()
-    told = re.findall(r"^\| (step|kernels|memory) \| (.+?) \| (\S+) \| (\S+) \| (\w*) *\|", notes, re.MULTILINE)
-    expected = [(*key, f"{each.low:.3g}", f"{each.high:.3g}", each.of) for key, each in PREDICTIONS.items()]
+    told = re.findall(
+        r"^\| (step|kernels|memory) \| (.+?) \| (\S+) \| (\S+) \| (\w*) *\|", notes, re.MULTILINE
+    )
+    expected = [
+        (*key, f"{each.low:.3g}", f"{each.high:.3g}", each.of) for key, each in PREDICTIONS.items()
+    ]
     assert told == expected
 
 
-def test_a_file_of_results_is_on_disk_before_the_next_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_results_is_on_disk_before_the_next_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "verb.part").read_text()))
     case_log.write(tmp_path / "verb.json", {"cases": {}})
@@ -207,11 +228,18 @@ def test_pieces_are_run_on_toy_sizes_cut_off_and_resumed(
     options = ["first", "--tiny", "--commit", "abc"]
     monkeypatch.setenv("OUT", str(tmp_path))
     assert main("gpu", [*options, "--seconds", "1"]) == UNFINISHED
-    assert "| agree | LoRA, as torch operators | not run: no time was left |  |  |" in capsys.readouterr().out
+    assert (
+        "| agree | LoRA, as torch operators | not run: no time was left |  |  |"
+        in capsys.readouterr().out
+    )
     monkeypatch.setattr(first, "HANGS", 20.0)
-    assert main("gpu", [*options, "--seconds", "500"]) in (DONE, FAILED), "a copy on a CPU may miss its goal"
+    assert main("gpu", [*options, "--seconds", "500"]) in (DONE, FAILED), (
+        "a copy on a CPU may miss its goal"
+    )
     found: dict[str, Any] = json.loads((tmp_path / "agree.json").read_text())["cases"]
-    assert not [name for name, case in found.items() if "error" in case or case["measured"] > case["goal"]]
+    assert not [
+        name for name, case in found.items() if "error" in case or case["measured"] > case["goal"]
+    ]
     assert len(found) == 7
     assert json.loads((tmp_path / "memory.json").read_text())["commit"] == "abc"
     assert "| memory | copies of 256 KiB | " in capsys.readouterr().out

@@ -26,7 +26,16 @@ from manylora.kernels.triton import plans
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 SERVER_PACKAGES = (
-    *("fastapi", "uvicorn", "zmq", "msgspec", "pydantic_settings", "sqlalchemy", "structlog", "prometheus_client"),
+    *(
+        "fastapi",
+        "uvicorn",
+        "zmq",
+        "msgspec",
+        "pydantic_settings",
+        "sqlalchemy",
+        "structlog",
+        "prometheus_client",
+    ),
     *("llguidance", "boto3", "alembic"),
 )
 
@@ -60,9 +69,13 @@ def test_operations_are_timed_beside_their_floors_and_goals(
     cases = found["cases"]
     assert not [name for name, case in cases.items() if "error" in case]
     assert all(case["measured"] > 0 for case in cases.values())
-    assert all(case["floor"] > 0 for name, case in cases.items() if not name.startswith("constants"))
+    assert all(
+        case["floor"] > 0 for name, case in cases.items() if not name.startswith("constants")
+    )
     many, one = cases["LoRA, 32 rows, 32 of rank 16"], cases["LoRA, 32 rows, 1 of rank 16"]
-    assert [part["name"] for part in many["parts"]] == [f"LoRA {site}" for site in ("qkv", "o", "gate_up", "down")]
+    assert [part["name"] for part in many["parts"]] == [
+        f"LoRA {site}" for site in ("qkv", "o", "gate_up", "down")
+    ]
     assert many["goal"] == pytest.approx(1.4 * many["floor"], rel=1e-4)
     assert one["goal"] == pytest.approx(4 * 10)
     assert "goal" not in cases["LoRA, 32 rows, 8 of rank 8"], "its ranks add up to 64"
@@ -82,7 +95,9 @@ def test_a_site_that_misses_its_goal_or_changes_its_bits_is_told(
     out, grows = torch.zeros(3), iter(range(100))
 
     def lora(_bench: KernelBench, _ranks: tuple[int, ...], _rows: int) -> list[Work]:
-        return [Work(name, run, 1e6, out=out) for name, run in (("steady", out.add_), ("moody", moody))]
+        return [
+            Work(name, run, 1e6, out=out) for name, run in (("steady", out.add_), ("moody", moody))
+        ]
 
     def moody(_: int) -> torch.Tensor:
         return out.add_(next(grows))
@@ -95,7 +110,9 @@ def test_a_site_that_misses_its_goal_or_changes_its_bits_is_told(
     assert not case["ok"]
 
 
-def test_steps_are_timed_beside_their_floors_and_the_base(verb: Callable[..., dict[str, Any]]) -> None:
+def test_steps_are_timed_beside_their_floors_and_the_base(
+    verb: Callable[..., dict[str, Any]],
+) -> None:
     cases = verb("step", "--only", "32 rows|512")["cases"]
     assert not [name for name, case in cases.items() if "error" in case]
     base, single, many = (cases[f"decode, 32 rows, {count} adapters"] for count in (0, 1, 32))
@@ -104,11 +121,15 @@ def test_steps_are_timed_beside_their_floors_and_the_base(verb: Callable[..., di
     assert min(single["goal"], many["goal"], cases["prompt of 512, 1 adapters"]["goal"]) > 0
     assert base["compiles"] == {}
     assert base["launches"] == 0, "a CPU gets no kernels"
-    assert list(verb("step", "--eager", "--only", "1 rows, 0")["cases"]) == ["decode, 1 rows, 0 adapters"]
+    assert list(verb("step", "--eager", "--only", "1 rows, 0")["cases"]) == [
+        "decode, 1 rows, 0 adapters"
+    ]
 
 
 def test_steps_that_could_not_be_captured_are_not_timed_as_graphs(tmp_path: Path) -> None:
-    graphs, eager = (Setup(device=CPU, out=tmp_path, is_tiny=True, is_eager=each) for each in (False, True))
+    graphs, eager = (
+        Setup(device=CPU, out=tmp_path, is_tiny=True, is_eager=each) for each in (False, True)
+    )
     with graphs.stack, eager.stack:
         runners: list[Any] = [setup.engine.core._runner for setup in (graphs, eager)]
         for runner in runners:
@@ -125,7 +146,9 @@ def test_steps_that_could_not_be_captured_are_not_timed_as_graphs(tmp_path: Path
 def test_the_weights_of_the_engine_are_random_and_its_norms_ones(tiny: Setup) -> None:
     with tiny.stack:
         decoder = tiny.engine.core._runner._decoder
-        assert all(torch.equal(norm, torch.ones(64, dtype=torch.bfloat16)) for norm in decoder._next_norms)
+        assert all(
+            torch.equal(norm, torch.ones(64, dtype=torch.bfloat16)) for norm in decoder._next_norms
+        )
         assert float(decoder._embedding.float().std()) == pytest.approx(0.02, rel=0.05)
         refs = tiny.adapters((8, 16), 3)
         assert [ref.config.rank for ref in refs] == [8, 16, 8]
@@ -137,10 +160,14 @@ def test_copies_and_scattered_pages_are_timed(verb: Callable[..., dict[str, Any]
     assert not [name for name, case in cases.items() if "error" in case]
     copies = cases["copies of 256 KiB"]
     assert copies["goal"] == pytest.approx(copies["floor"] / 0.85, rel=1e-4)
-    assert list(cases["attention over scattered pages, tiny"]["us_by_gib"]) == ["0", "8", "32"], "there are 64 MiB"
+    assert list(cases["attention over scattered pages, tiny"]["us_by_gib"]) == ["0", "8", "32"], (
+        "there are 64 MiB"
+    )
 
 
-def test_steps_with_swaps_are_compared_with_steps_without(verb: Callable[..., dict[str, Any]]) -> None:
+def test_steps_with_swaps_are_compared_with_steps_without(
+    verb: Callable[..., dict[str, Any]],
+) -> None:
     (case,) = verb("serve")["cases"].values()
     assert case["goal"] == pytest.approx(1.05 * case["quiet"]["step_ms"]["p99"], rel=1e-4)
     assert case["measured"] == case["swaps"]["step_ms"]["p99"]
@@ -153,7 +180,9 @@ def test_tools_run_the_tests_or_are_told_to_be_missing(
     verb: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert {case["absent"] for case in verb("sanitize")["cases"].values()} == {"compute-sanitizer is not on PATH"}
+    assert {case["absent"] for case in verb("sanitize")["cases"].values()} == {
+        "compute-sanitizer is not on PATH"
+    }
     (tmp_path / "sanitize.json").unlink()
     tool = tmp_path / "compute-sanitizer"
     tool.write_text('#!/bin/sh\necho "$*"\n[ "$8" != racecheck ]\n')
@@ -166,7 +195,9 @@ def test_tools_run_the_tests_or_are_told_to_be_missing(
     assert f"-m gpu tests/kernels -k {commands.SANITIZED['memcheck']}" in told
 
 
-def test_a_profile_is_a_trace_beside_what_a_step_costs(verb: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_profile_is_a_trace_beside_what_a_step_costs(
+    verb: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     cases = verb("profile")["cases"]
     assert not [name for name, case in cases.items() if "error" in case]
     for count in (0, 32):
@@ -182,7 +213,9 @@ def is_running(process: int) -> bool:
 
 def test_a_program_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     hasty = Setup(device=CPU, out=tmp_path, is_tiny=True, seconds=0.2)
-    with pytest.raises(EngineError, match=r"nap was stopped after 0 s; .*nap\.log has what it printed"):
+    with pytest.raises(
+        EngineError, match=r"nap was stopped after 0 s; .*nap\.log has what it printed"
+    ):
         commands.run(hasty, "nap", ["sh", "-c", "sleep 600 & echo $!; wait"])
     child = int((tmp_path / "nap.log").read_text())
     for _ in range(100):  # the kernel may take a moment
@@ -211,7 +244,9 @@ def test_flashinfer_is_compared_where_there_is_one(
         def __init__(self, _workspace: torch.Tensor, layout: str) -> None:
             assert layout == "HND"
 
-        def plan(self, starts: torch.Tensor, page_starts: torch.Tensor, *more: Any, **named: Any) -> None:
+        def plan(
+            self, starts: torch.Tensor, page_starts: torch.Tensor, *more: Any, **named: Any
+        ) -> None:
             pages, last, *sizes = more
             assert sizes == [4, 2, 16, 16]
             assert named == {"causal": True, "q_data_type": torch.bfloat16}
@@ -231,7 +266,9 @@ def test_flashinfer_is_compared_where_there_is_one(
     cases = verb("yardstick", "--only", "32 rows, 1 of 64|512 of")["cases"]
     assert all(case["yardstick"] > 0 and case["difference"] == 0 for case in cases.values())
     factor = 2.0
-    found = verb("yardstick", "--only", "64 rows, 1 of 64", status=FAILED)["cases"]["64 rows, 1 of 64 tokens"]
+    found = verb("yardstick", "--only", "64 rows, 1 of 64", status=FAILED)["cases"][
+        "64 rows, 1 of 64 tokens"
+    ]
     assert "FlashInfer's attention differs from Manylora's by 100.00%" in found["error"]
 
 
@@ -242,7 +279,9 @@ def test_the_best_constants_are_found_one_after_the_other(
         return plans.plan("items", BLOCK_N=64, num_stages=2, SPLIT=1)
 
     def attention(*_: object) -> Work:
-        return Work("attention", lambda _: torch.tensor([5.0 if asked()["SPLIT"] == 1 else 6.0]), 1.0)
+        return Work(
+            "attention", lambda _: torch.tensor([5.0 if asked()["SPLIT"] == 1 else 6.0]), 1.0
+        )
 
     def seconds(_run: object, _device: object) -> float:
         found = asked()
@@ -252,7 +291,9 @@ def test_the_best_constants_are_found_one_after_the_other(
 
     monkeypatch.setattr(KernelBench, "attention", attention)
     monkeypatch.setattr(kernels, "call_s", seconds)
-    found = verb("kernels", "--only", "constants of decode", status=DONE)["cases"]["constants of decode attention"]
+    found = verb("kernels", "--only", "constants of decode", status=DONE)["cases"][
+        "constants of decode attention"
+    ]
     best = {"BLOCK_N": 16, "num_stages": 4, "SPLIT": 1}
     assert found["chosen"] == {"items": best}
     assert found["measured"] == pytest.approx(2.3e6)
@@ -299,17 +340,36 @@ def test_the_script_names_the_packages_that_are_missing(tmp_path: Path) -> None:
         timeout=120,
     )
     assert result.returncode == 2
-    assert "has no torch, numpy, safetensors, tokenizers, transformers, rich: install them" in result.stderr
+    assert (
+        "has no torch, numpy, safetensors, tokenizers, transformers, rich: install them"
+        in result.stderr
+    )
 
 
 def test_verbs_need_no_package_of_the_server_s(tmp_path: Path) -> None:
     """A rented GPU comes with torch, Triton, transformers and PEFT, and perhaps without a network."""
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({SERVER_PACKAGES}))")
-    program = ["env", f"PYTHONPATH={tmp_path}", sys.executable, "-P", "-m", "manylora.benchmarks.main", "gpu"]
-    for verb, only in (("check", "tests"), ("agree", "demo"), ("step", "decode, 1 rows, 1 adapters")):
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys; sys.modules.update(dict.fromkeys({SERVER_PACKAGES}))"
+    )
+    program = [
+        "env",
+        f"PYTHONPATH={tmp_path}",
+        sys.executable,
+        "-P",
+        "-m",
+        "manylora.benchmarks.main",
+        "gpu",
+    ]
+    for verb, only in (
+        ("check", "tests"),
+        ("agree", "demo"),
+        ("step", "decode, 1 rows, 1 adapters"),
+    ):
         command = [*program, verb, "--tiny", "--out", str(tmp_path), "--only", only]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         cases = json.loads((tmp_path / f"{verb}.json").read_text())["cases"]
-        assert not [case for case in cases.values() if "error" in case], result.stdout + result.stderr
+        assert not [case for case in cases.values() if "error" in case], (
+            result.stdout + result.stderr
+        )
         assert len(cases) == 1
     assert " deselected in " in (tmp_path / "tests.log").read_text()

@@ -30,12 +30,17 @@ def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
 
 
 def test_adapters_that_the_pages_do_not_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected adapters of fewer than \d+ pages, got \(64, 64, 64"):
+    with pytest.raises(
+        ValueError, match=r"expected adapters of fewer than \d+ pages, got \(64, 64, 64"
+    ):
         KernelBench(SMALL, CPU, NUM_PAGES).lora((64,) * 32, rows=32)
 
 
 def test_attention_reads_keys_and_values_as_they_are_stored() -> None:
-    wide, int8 = (KernelBench(SMALL, CPU, NUM_PAGES, kv_dtype).attention(2, 1000) for kv_dtype in ("auto", "int8"))
+    wide, int8 = (
+        KernelBench(SMALL, CPU, NUM_PAGES, kv_dtype).attention(2, 1000)
+        for kv_dtype in ("auto", "int8")
+    )
     queries = 2 * 2 * 64 * 2
     assert wide.num_bytes == 2 * 1000 * 2 * 2 * (16 * 2) + queries
     assert int8.num_bytes == 2 * 1000 * 2 * 2 * (16 + 4) + queries
@@ -66,11 +71,15 @@ def test_operations_of_a_cpu_are_timed_in_the_shape_of_a_model_that_it_serves(
     monkeypatch.setattr(setup, "QWEN", SMALL)
     monkeypatch.setattr(setup, "MAX_TOKENS", 1 << 13)
     monkeypatch.setattr(kernels, "MAX_TOKENS", 1 << 13)
-    monkeypatch.setattr(setup, "measure_machine", lambda _, num_bytes, side: Machine(float(num_bytes), float(side)))
+    monkeypatch.setattr(
+        setup, "measure_machine", lambda _, num_bytes, side: Machine(float(num_bytes), float(side))
+    )
     only = "greedy|norm|1.of.rank.8|8.rows,.context.1,024"
     options = f"kernels --cpu --kv-dtype {kv_dtype} --out {tmp_path} --only {only}"
     assert main("gpu", options.split()) == DONE
-    found = json.loads((tmp_path / f"kernels-cpu{'' if kv_dtype == 'auto' else '-int8'}.json").read_text())
+    found = json.loads(
+        (tmp_path / f"kernels-cpu{'' if kv_dtype == 'auto' else '-int8'}.json").read_text()
+    )
     assert (found["gpu"], found["machine"]["flops_per_s"]) == (None, 1536)
     assert list(found["cases"]) == [
         *("attention, 8 rows, context 1,024", "greedy sampling, 32 rows", "norm and SiLU, 32 rows"),

@@ -45,7 +45,11 @@ def test_one_request_has_the_times_read_off_its_tokens() -> None:
 
 
 def test_a_summary_has_rates_over_the_whole_run_and_counts_failures() -> None:
-    records = [record(0.0, [1.0, 2.0, 3.0]), record(1.0, [2.0, 5.0]), record(2.0, [], error="HTTP 503")]
+    records = [
+        record(0.0, [1.0, 2.0, 3.0]),
+        record(1.0, [2.0, 5.0]),
+        record(2.0, [], error="HTTP 503"),
+    ]
     summary = summarise(records)
     rates = [summary[f"{name}_per_s"] for name in ("output_tokens", "total_tokens", "requests")]
     assert rates == pytest.approx([1.0, 5.0, 2 / 5])
@@ -57,4 +61,7 @@ def test_a_summary_has_rates_over_the_whole_run_and_counts_failures() -> None:
 
 
 def test_json_results_hold_no_nan() -> None:
-    assert without_nan({"a": [float("nan"), float("inf"), 1 / 3], "b": "x"}) == {"a": [None, None, 0.333333], "b": "x"}
+    assert without_nan({"a": [float("nan"), float("inf"), 1 / 3], "b": "x"}) == {
+        "a": [None, None, 0.333333],
+        "b": "x",
+    }

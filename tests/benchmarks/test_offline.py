@@ -16,7 +16,9 @@ OPTIONS = argparse.Namespace(requests=2, input_tokens=3, output_tokens=10, repea
 
 def test_cases_ask_for_every_adapter_equally_and_pad_nothing() -> None:
     cases = make_cases(32, 64, 8)
-    (base, _), (mixed, adapters), (single, _) = (cases[name] for name in ("base", "mixed", "single"))
+    (base, _), (mixed, adapters), (single, _) = (
+        cases[name] for name in ("base", "mixed", "single")
+    )
     assert {len(prompt) for prompt in base} == {64}
     assert max(max(prompt) for prompt in base) < VOCAB_SIZE
     assert adapters is not None

@@ -16,9 +16,14 @@ OPTIONS = argparse.Namespace(requests=2, output_tokens=3, repeats=2)
 
 
 def test_each_round_over_http_has_prompts_of_its_own(server: ShopWindow) -> None:
-    gaps = [over_http(Served(server.url, "key", ["a"]), OPTIONS, round_)["gap over HTTP"] for round_ in range(3)]
+    gaps = [
+        over_http(Served(server.url, "key", ["a"]), OPTIONS, round_)["gap over HTTP"]
+        for round_ in range(3)
+    ]
     prompts = {str(body["prompt"]) for body in server.bodies}
-    assert len(prompts) == 3 * OPTIONS.requests, "a repeated prompt would be found in the prefix cache"
+    assert len(prompts) == 3 * OPTIONS.requests, (
+        "a repeated prompt would be found in the prefix cache"
+    )
     assert all(gap > 0 for gap in gaps)
 
 

@@ -46,7 +46,9 @@ def test_the_offered_load_is_what_was_asked_for(factor: float) -> None:
     assert sent[QUIET] == pytest.approx(30, rel=0.5)
     kinds = Counter(visit.kind for visit in visits)
     assert kinds[QUIET] == sent[QUIET]
-    assert kinds["honest"] == pytest.approx(0.3 * 600, rel=0.25), "honest clients ask for a part of the capacity"
+    assert kinds["honest"] == pytest.approx(0.3 * 600, rel=0.25), (
+        "honest clients ask for a part of the capacity"
+    )
     assert kinds["hammering"] == pytest.approx(0.1 * demand, rel=0.25)
 
 
@@ -70,12 +72,28 @@ def test_retry_after_is_right_within_twice_or_a_second() -> None:
 
 def served(at_s: float, ttft_s: float, tpot_s: float = 0.01) -> Reply:
     times = [at_s + ttft_s, at_s + ttft_s + tpot_s]
-    return Reply("m", due_s=at_s, sent_s=at_s, status=200, token_times_s=times, done_s=times[-1], completion_tokens=2)
+    return Reply(
+        "m",
+        due_s=at_s,
+        sent_s=at_s,
+        status=200,
+        token_times_s=times,
+        done_s=times[-1],
+        completion_tokens=2,
+    )
 
 
 def refused(at_s: float, told: bytes | None, took_s: float = 0.02) -> Reply:
     headers = {} if told is None else {b"retry-after": told}
-    return Reply("m", due_s=at_s, sent_s=at_s, status=429, headers=headers, head_s=at_s + took_s, error="HTTP 429")
+    return Reply(
+        "m",
+        due_s=at_s,
+        sent_s=at_s,
+        status=429,
+        headers=headers,
+        head_s=at_s + took_s,
+        error="HTTP 429",
+    )
 
 
 def visit(kind: str, *tries: Reply) -> Visit:
@@ -89,11 +107,18 @@ def make_phase() -> Phase:
             visit("impatient", served(20.0, 0.1)),
             visit("impatient", served(30.0, 11.0)),  # first token too late
             visit("impatient", served(31.0, 0.1, tpot_s=0.2)),  # too slow
-            visit("impatient", replace(served(32.0, 0.1), error="usage says 2 tokens came, 3 were asked for")),
+            visit(
+                "impatient",
+                replace(served(32.0, 0.1), error="usage says 2 tokens came, 3 were asked for"),
+            ),
             visit("honest", refused(20.0, b"3"), served(23.0, 0.1)),
-            visit("honest", refused(20.0, b"3"), refused(23.0, b"3"), refused(26.0, None, took_s=0.2)),
+            visit(
+                "honest", refused(20.0, b"3"), refused(23.0, b"3"), refused(26.0, None, took_s=0.2)
+            ),
             visit(QUIET, served(40.0, 0.5)),
-            visit("hammering", replace(served(41.0, 0.1), completion_tokens=0)),  # cut when the benchmark ended
+            visit(
+                "hammering", replace(served(41.0, 0.1), completion_tokens=0)
+            ),  # cut when the benchmark ended
         ],
         truths=[(3.0, 3.0), (3.0, None)],
         normal_after_s=2.0,
@@ -124,7 +149,9 @@ def test_figures_of_a_phase() -> None:
 
 def test_what_was_not_measured_reaches_no_goal() -> None:
     phase = Phase([visit(QUIET, served(40.0, 0.5))])
-    reached = {goal["goal"]: goal["ok"] for goal in make_goals(phase_result(OPTIONS, phase, 1.0, 20.0))}
+    reached = {
+        goal["goal"]: goal["ok"] for goal in make_goals(phase_result(OPTIONS, phase, 1.0, 20.0))
+    }
     assert [name for name, ok in reached.items() if ok] == ["20 times: quiet tenant served"]
 
 

@@ -13,7 +13,14 @@ from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.checkpoint.reader import check_weights
 from manylora.benchmarks.pool import unified
 from manylora.benchmarks.pool.pool_run import PoolEngine, pool_engine
-from manylora.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from manylora.benchmarks.pool.pool_shape import (
+    ATTENTION,
+    GROUPED,
+    RANKS,
+    PoolModel,
+    PoolShape,
+    make_pool_shape,
+)
 from manylora.benchmarks.workloads import TimedRequest
 from manylora.errors import ManyloraError
 
@@ -26,9 +33,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def quick(cache: Path, measure: Callable[..., dict[str, Any]]) -> Callable[[str, str], dict[str, Any]]:
+def quick(
+    cache: Path, measure: Callable[..., dict[str, Any]]
+) -> Callable[[str, str], dict[str, Any]]:
     """Run a benchmark of the pool once."""
-    return lambda name, options: measure(name, f"--repeats 1 --files {NUM_FILES} {options}", "--cache", str(cache))
+    return lambda name, options: measure(
+        name, f"--repeats 1 --files {NUM_FILES} {options}", "--cache", str(cache)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +72,9 @@ def test_every_adapter_is_a_version_of_its_own_that_the_base_accepts(shape: Pool
         assert checkpoint.applied == checkpoint.total
 
 
-def test_a_closed_loop_records_every_token_and_load(make_engine: Callable[[int, int], PoolEngine]) -> None:
+def test_a_closed_loop_records_every_token_and_load(
+    make_engine: Callable[[int, int], PoolEngine],
+) -> None:
     load = [TimedRequest(0.0, index % 8, 3, 4) for index in range(16)]
     run = make_engine(3, 8).run(load, in_flight=4)
     assert [len(record.token_times_s) for record in run.records] == [4] * 16
@@ -73,7 +86,9 @@ def test_a_closed_loop_records_every_token_and_load(make_engine: Callable[[int, 
     assert run.facts()["share_of_time_in_steps"] <= 1
 
 
-def test_a_second_run_counts_only_its_own_steps_and_loads(make_engine: Callable[[int, int], PoolEngine]) -> None:
+def test_a_second_run_counts_only_its_own_steps_and_loads(
+    make_engine: Callable[[int, int], PoolEngine],
+) -> None:
     engine = make_engine(8, 2)
     load = [TimedRequest(0.0, index % 2, 3, 4) for index in range(4)]
     first, second = (engine.run(load, in_flight=2) for _ in range(2))
@@ -82,7 +97,9 @@ def test_a_second_run_counts_only_its_own_steps_and_loads(make_engine: Callable[
     assert {step.step for step in first.steps}.isdisjoint(step.step for step in second.steps)
 
 
-def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, int], PoolEngine]) -> None:
+def test_an_open_loop_submits_no_earlier_than_due(
+    make_engine: Callable[[int, int], PoolEngine],
+) -> None:
     load = [TimedRequest(0.5 * index, 0, 3, 2) for index in range(3)]
     run = make_engine(2, 1).run(load, scale=0.2)
     dues = [record.due_s - run.start_s for record in run.records]
@@ -90,7 +107,9 @@ def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, in
     assert all(record.token_times_s[0] > record.due_s for record in run.records)
 
 
-def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp_path: Path) -> None:
+def test_a_request_that_fails_is_an_error_and_not_a_sample(
+    shape: PoolShape, tmp_path: Path
+) -> None:
     elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.kind)
     with (
         pool_engine(elsewhere, 1, elsewhere.memory(100, 100), max_running=2) as engine,
@@ -111,7 +130,9 @@ def test_adapter_count(quick: Callable[[str, str], dict[str, Any]]) -> None:
 
 
 def test_cliff(quick: Callable[[str, str], dict[str, Any]]) -> None:
-    options = "--actives 2 8 --room 4 --requests 12 --input-tokens 8 --output-tokens 8 --max-running 4"
+    options = (
+        "--actives 2 8 --room 4 --requests 12 --input-tokens 8 --output-tokens 8 --max-running 4"
+    )
     result = quick("cliff", options)
     assert set(result["adapters"]) == {"2", "8"}
     found = result["adapters"]["8"]
@@ -142,7 +163,9 @@ def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) 
         assert pages["adapter"] == 0
 
 
-def test_unified(quick: Callable[[str, str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unified(
+    quick: Callable[[str, str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(unified, "LOADS", (unified.Load("short", ATTENTION, (4, 48)),))
     result = quick("unified", "--requests 16 --adapters 8 --batch 8 --in-flight 10 --max-running 8")
     ((_, found),) = result["loads"].items()

@@ -15,7 +15,9 @@ SERVER = "--set=memory.gib=0.05 --set=memory.host_gib=0.05 --set=model.threads=1
 
 
 @pytest.mark.slow
-def test_a_small_run_times_pushes_idle_and_loaded_and_reads_the_memory(measure: Callable[..., dict[str, Any]]) -> None:
+def test_a_small_run_times_pushes_idle_and_loaded_and_reads_the_memory(
+    measure: Callable[..., dict[str, Any]],
+) -> None:
     models = ["--model", str(demo.MODEL), "--adapter", str(demo.ADAPTERS / "pirate")]
     result = measure("push", f"{SMALL} {SERVER}", *models)
     for parts in result["phases"].values():
@@ -26,19 +28,27 @@ def test_a_small_run_times_pushes_idle_and_loaded_and_reads_the_memory(measure: 
             assert total_ms >= 0.999 * (push_ms + ttft_ms), "the push, then the request"
     assert result["load_requests"] >= 2
     assert [(row[""], row["figure"]) for row in result["table"]] == [
-        (phase, f"{part}_ms") for phase in ("idle", "loaded") for part in ("push", "ttft", "total", "ttft_again")
+        (phase, f"{part}_ms")
+        for phase in ("idle", "loaded")
+        for part in ("push", "ttft", "total", "ttft_again")
     ]
     first, last = result["sizes"]
     figures = {goal["goal"]: goal["figure"] for goal in result["goals"]}
     assert figures == {
         "idle: push to first token, ms": result["phases"]["idle"]["total_ms"]["median"],
         "loaded: push to first token, ms": result["phases"]["loaded"]["total_ms"]["median"],
-        "growth over the last pushes, MiB": pytest.approx(last["rss_mib"] - first["rss_mib"], abs=0.01),
+        "growth over the last pushes, MiB": pytest.approx(
+            last["rss_mib"] - first["rss_mib"], abs=0.01
+        ),
         "open files more than before": last["open_files"] - first["open_files"],
     }
 
 
-@pytest.mark.parametrize("options", [["--model", str(demo.MODEL)], ["--adapter", str(demo.ADAPTERS / "pirate")]])
-def test_a_base_without_an_adapter_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "options", [["--model", str(demo.MODEL)], ["--adapter", str(demo.ADAPTERS / "pirate")]]
+)
+def test_a_base_without_an_adapter_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main("push", options) == 2
     assert "--model and --adapter go together" in capsys.readouterr().err

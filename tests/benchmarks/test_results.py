@@ -27,7 +27,9 @@ def committed(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
-def test_the_readme_has_four_rows_of_committed_figures_and_a_link_to_all(script: Callable[[str], ModuleType]) -> None:
+def test_the_readme_has_four_rows_of_committed_figures_and_a_link_to_all(
+    script: Callable[[str], ModuleType],
+) -> None:
     head, *table = script("readme_speed").speed_section().splitlines()
     assert "(docs/benchmarks.md)" in head
     names = [row.split(" | ")[0] for row in table if row.startswith("| ")]
@@ -54,17 +56,28 @@ def test_figures_are_written_with_their_spread_their_command_and_their_goals(
 ) -> None:
     figures = script("readme_speed")
     overhead = {"median": 0.05, "min": 0.04, "max": 0.06}
-    line = figures.overhead_line({"command": "c", "load": {"requests": 32}, "share of a step": {"all": overhead}})
+    line = figures.overhead_line(
+        {"command": "c", "load": {"requests": 32}, "share of a step": {"all": overhead}}
+    )
     assert "take **5.0%** of a step of 32 requests (4.0% to 6.0%; `c`)" in line
     goals = [{"goal": "TTFT", "figure": 25.0, "should be": "most", "limit": 30.0, "ok": True}]
     goals += [{"goal": "goodput", "figure": None, "should be": "least", "limit": 0.9, "ok": False}]
     assert figures.table_lines({"table": [{"times": 20.0, "goodput": None}], "goals": goals}) == [
-        *("| times | goodput |", "|---|---|", "| 20 | - |", "", "| | figure | goal | |", "|---|---|---|---|"),
+        *(
+            "| times | goodput |",
+            "|---|---|",
+            "| 20 | - |",
+            "",
+            "| | figure | goal | |",
+            "|---|---|---|---|",
+        ),
         *("| TTFT | 25 | at most 30 | reached |", "| goodput | - | at least 0.9 | missed |"),
     ]
 
 
-def test_plots_are_small_and_the_same_every_time(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_plots_are_small_and_the_same_every_time(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
     plots = script("plot_results")
     for name in plots.PLOTS:
         shutil.copy(RESULTS / f"{name}.json", tmp_path)

@@ -19,30 +19,47 @@ NOWHERE = "http://127.0.0.1:9/v1"
 
 def run_load(server: ShopWindow, tmp_path: Path, arguments: str) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "r.json"
-    status = main("serve", ["--url", server.url, "--json", str(path), "--output-tokens", "4", *arguments.split()])
+    status = main(
+        "serve",
+        ["--url", server.url, "--json", str(path), "--output-tokens", "4", *arguments.split()],
+    )
     return status, json.loads(path.read_text())
 
 
-def test_a_closed_loop_keeps_exactly_the_asked_number_in_flight(server: ShopWindow, tmp_path: Path) -> None:
-    status, result = run_load(server, tmp_path, "--models a,b --requests 12 --concurrency 3 --key secret")
+def test_a_closed_loop_keeps_exactly_the_asked_number_in_flight(
+    server: ShopWindow, tmp_path: Path
+) -> None:
+    status, result = run_load(
+        server, tmp_path, "--models a,b --requests 12 --concurrency 3 --key secret"
+    )
     assert status == 0
     assert server.most_in_flight == 3
     assert server.connections == 3, "connections are reused"
     assert server.authorizations == {"Bearer secret"}
-    assert Counter(body["model"] for body in server.bodies) == result["adapters"] == {"a": 6, "b": 6}
+    assert (
+        Counter(body["model"] for body in server.bodies) == result["adapters"] == {"a": 6, "b": 6}
+    )
     assert "secret" not in json.dumps(result)
 
 
 def test_figures_agree_with_what_the_server_did(server: ShopWindow, tmp_path: Path) -> None:
     _, result = run_load(server, tmp_path, "--models a --requests 8 --concurrency 8")
     summary = result["summary"]
-    assert (summary["errors"], summary["completion_tokens"], summary["prompt_tokens"]) == (0, 32, 8 * 64)
-    assert summary["latency_ms"]["p50"] >= TOKEN_DELAY_S * 1e3 * 4, "tokens may come late and together, not early"
+    assert (summary["errors"], summary["completion_tokens"], summary["prompt_tokens"]) == (
+        0,
+        32,
+        8 * 64,
+    )
+    assert summary["latency_ms"]["p50"] >= TOKEN_DELAY_S * 1e3 * 4, (
+        "tokens may come late and together, not early"
+    )
     assert summary["tpot_ms"]["mean"] == pytest.approx(summary["itl_ms"]["mean"], rel=1e-6)
     assert summary["output_tokens_per_s"] == pytest.approx(32 / summary["duration_s"], rel=1e-3)
 
 
-def test_an_open_loop_sends_when_due_and_does_not_wait_for_answers(server: ShopWindow, tmp_path: Path) -> None:
+def test_an_open_loop_sends_when_due_and_does_not_wait_for_answers(
+    server: ShopWindow, tmp_path: Path
+) -> None:
     status, result = run_load(server, tmp_path, "--models a --requests 10 --rate 200")
     assert status == 0
     assert server.most_in_flight > 3
@@ -51,14 +68,20 @@ def test_an_open_loop_sends_when_due_and_does_not_wait_for_answers(server: ShopW
 
 
 def test_lengths_are_drawn_from_their_ranges(server: ShopWindow, tmp_path: Path) -> None:
-    status, _ = run_load(server, tmp_path, "--models a --requests 20 --input-tokens 2:9 --output-tokens 1:4")
+    status, _ = run_load(
+        server, tmp_path, "--models a --requests 20 --input-tokens 2:9 --output-tokens 1:4"
+    )
     assert status == 0
     assert {len(body["prompt"]) for body in server.bodies} <= set(range(2, 9))
     assert {body["max_tokens"] for body in server.bodies} == {1, 2, 3}
 
 
-def test_warm_up_reaches_every_model_and_is_not_measured(server: ShopWindow, tmp_path: Path) -> None:
-    _, result = run_load(server, tmp_path, "--models a,b --requests 4 --popularity zipf:3 --warmup 2")
+def test_warm_up_reaches_every_model_and_is_not_measured(
+    server: ShopWindow, tmp_path: Path
+) -> None:
+    _, result = run_load(
+        server, tmp_path, "--models a,b --requests 4 --popularity zipf:3 --warmup 2"
+    )
     assert {body["model"] for body in server.bodies[:2]} == {"a", "b"}
     assert len(server.bodies) == 6
     assert result["summary"]["requests"] == 4
@@ -94,8 +117,14 @@ def test_a_wrong_answer_is_an_error_and_the_exit_status_says_so(
         (["--url", NOWHERE, "--models", "a", "--input-tokens", "9:3"], "--input-tokens must be"),
         (["--models", "a"], "give its --url"),
         (["--adapter", "a"], "--adapter needs --model"),
-        (["--model", str(demo.MODEL), "--adapter", "nowhere"], "nowhere is no folder of an adapter"),
-        (["--model", "m", "--adapter", "a/final", "--adapter", "b/final"], "must differ: got final, final"),
+        (
+            ["--model", str(demo.MODEL), "--adapter", "nowhere"],
+            "nowhere is no folder of an adapter",
+        ),
+        (
+            ["--model", "m", "--adapter", "a/final", "--adapter", "b/final"],
+            "must differ: got final, final",
+        ),
         (["--model", "m", "--popularity", "none"], "popularity"),
     ],
 )

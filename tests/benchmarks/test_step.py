@@ -62,7 +62,9 @@ def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path)
         try:
             ref = store_adapter(LocalBlobs(config.blob_dir), folder, parts.ready.base)
             params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-            request = GenerationRequest(request_id="a", prompt_token_ids=[5, 6, 7], params=params, adapter=ref)
+            request = GenerationRequest(
+                request_id="a", prompt_token_ids=[5, 6, 7], params=params, adapter=ref
+            )
             return run_all(parts.core, [request])
         finally:
             parts.core.close()
@@ -89,7 +91,9 @@ def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])
-def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(tmp_path: Path, is_prefill: bool) -> None:
+def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(
+    tmp_path: Path, is_prefill: bool
+) -> None:
     config, folder = make_config(tmp_path, vocab_size=VOCAB_SIZE)
     with timed_parts() as clock, own_engine(config) as engine:
         adapters = store_adapters(engine.parts.ready, engine.blob_dir, [folder], 2)
@@ -128,8 +132,12 @@ def test_formats_of_weights_take_turns_at_a_case_and_are_named(tmp_path: Path) -
                 memory=replace(config.memory, kv_dtype=kv_dtype),
             )
             engine = stack.enter_context(own_engine(own))
-            contenders[name] = step.Contender(engine, floor(weights), [step.Case("two", 2, [None], 8)])
+            contenders[name] = step.Contender(
+                engine, floor(weights), [step.Case("two", 2, [None], 8)]
+            )
         found = step._measure_case(contenders, 0, options, clock)
     assert order == ["bf16", "int8", "int8", "bf16", "bf16", "int8"]
     assert list(found) == ["two", "two, int8+kv8"]
-    assert all(case["floor_ms"] == 500 and case["part_ms"]["linear layers"] > 0 for case in found.values())
+    assert all(
+        case["floor_ms"] == 500 and case["part_ms"]["linear layers"] > 0 for case in found.values()
+    )

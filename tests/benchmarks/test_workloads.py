@@ -9,7 +9,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from manylora.benchmarks.workloads import adapter_counts, assign_adapters, poisson_arrivals, slora_trace, zipf_adapters
+from manylora.benchmarks.workloads import (
+    adapter_counts,
+    assign_adapters,
+    poisson_arrivals,
+    slora_trace,
+    zipf_adapters,
+)
 from manylora.errors import ConfigError
 
 
@@ -66,7 +72,9 @@ def test_slora_adapters_follow_their_probability() -> None:
 
 
 def test_slora_gaps_are_those_of_a_poisson_process_and_lengths_stay_in_half_open_ranges() -> None:
-    gaps = np.diff([request.arrival_s for request in slora_trace(4, 200_000, (8, 512), (8, 512), seed=42)])
+    gaps = np.diff(
+        [request.arrival_s for request in slora_trace(4, 200_000, (8, 512), (8, 512), seed=42)]
+    )
     assert gaps.mean() == pytest.approx(1, rel=0.03)
     assert gaps.std() / gaps.mean() == pytest.approx(1, rel=0.05)
     trace = slora_trace(4, 10_000, (8, 12), (3, 5), seed=42)

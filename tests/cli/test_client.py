@@ -48,20 +48,35 @@ def failing(call: Callable[[], object]) -> manylora.ClientError:
 
 def test_importing_manylora_brings_no_http_client() -> None:
     program = (
-        "import sys, manylora; before = 'httpx' in sys.modules; manylora.Client; print(before, 'torch' in sys.modules)"
+        "import sys, manylora; before = 'httpx' in sys.modules; "
+        "manylora.Client; print(before, 'torch' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
     assert found.stdout.split() == ["False", "False"]
 
 
 async def test_an_admin_manages_tenants_keys_and_reads_all(api: Api) -> None:
     def calls(url: str) -> None:
         with manylora.Client(f"{url}/v1/", ADMIN_KEY) as admin:
-            assert admin.create_tenant("acme", {"adapters": 3, "stored_bytes": None}, weight=2)["weight"] == 2
-            assert admin.set_limits("acme", {"adapters": None, "pinned_pages": 5})["limits"]["pinned_pages"] == 5
+            assert (
+                admin.create_tenant("acme", {"adapters": 3, "stored_bytes": None}, weight=2)[
+                    "weight"
+                ]
+                == 2
+            )
+            assert (
+                admin.set_limits("acme", {"adapters": None, "pinned_pages": 5})["limits"][
+                    "pinned_pages"
+                ]
+                == 5
+            )
             assert admin.get_tenant("acme")["limits"].get("adapters") is None
             assert admin.update_tenant("acme", weight=0.5)["weight"] == 0.5
-            first = admin.create_key("acme", name="site", scopes=["usage"], limits={"tokens_per_month": 9})
+            first = admin.create_key(
+                "acme", name="site", scopes=["usage"], limits={"tokens_per_month": 9}
+            )
             second = admin.rotate_key(first["id"])
             assert manylora.Client(url, second["key"]).me()["key"]["scopes"] == ["usage"]
             admin.revoke_key(second["id"])
@@ -69,7 +84,9 @@ async def test_an_admin_manages_tenants_keys_and_reads_all(api: Api) -> None:
                 manylora.Client(url, second["key"]).me()
             assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
             assert admin.list_keys("acme") == []
-            assert {entry["action"] for entry in manylora.Client(url, ADMIN_KEY, "acme").audit()} >= {"key.create"}
+            assert {
+                entry["action"] for entry in manylora.Client(url, ADMIN_KEY, "acme").audit()
+            } >= {"key.create"}
             assert admin.engine()["model"] == "demo"
             admin.delete_tenant("acme")
             assert admin.list_tenants() == []
@@ -83,15 +100,23 @@ async def test_a_tenant_pushes_changes_grants_and_deletes_adapters(api: Api, fol
 
     def calls(url: str) -> None:
         client, admin = manylora.Client(url, acme), manylora.Client(url, ADMIN_KEY)
-        first = client.push(folder, progress=lambda file, sent, size: seen.append((file.name, sent, size)))
+        first = client.push(
+            folder, progress=lambda file, sent, size: seen.append((file.name, sent, size))
+        )
         assert (first["name"], first["version"]) == ("my-adapter", 1)
         (folder / "adapter_config.json").write_bytes(sound(alpha=8).config)
-        second = client.push(folder / "adapter_model.safetensors", "my-adapter", description="next", activate=False)
+        second = client.push(
+            folder / "adapter_model.safetensors", "my-adapter", description="next", activate=False
+        )
         assert (second["version"], second["aliases"]) == (2, {"default": 1})
-        split = client.update_adapter("my-adapter", pinned=True, aliases={"default": {"1": 95, "2": 5}})
+        split = client.update_adapter(
+            "my-adapter", pinned=True, aliases={"default": {"1": 95, "2": 5}}
+        )
         assert (split["pinned"], split["aliases"]) == (True, {"default": {"1": 95, "2": 5}})
         assert [version["version"] for version in client.list_versions("my-adapter")] == [2, 1]
-        assert client.fit(["my-adapter"], [{"rank": 8, "target_modules": "all-linear", "count": 2}])["fits"]
+        assert client.fit(
+            ["my-adapter"], [{"rank": 8, "target_modules": "all-linear", "count": 2}]
+        )["fits"]
         other_id = manylora.Client(url, rival).me()["tenant"]["id"]
         client.grant("my-adapter", other_id, 1)
         assert [grant["version"] for grant in client.list_grants("my-adapter")] == [1]
@@ -99,34 +124,45 @@ async def test_a_tenant_pushes_changes_grants_and_deletes_adapters(api: Api, fol
         assert client.list_grants("my-adapter") == []
         manylora.Client(url, rival).push(folder)
         assert [adapter["tenant"] for adapter in admin.list_adapters()] == ["acme", "rival"]
-        assert [adapter["name"] for adapter in manylora.Client(url, ADMIN_KEY, "acme").list_adapters()] == [
-            "my-adapter"
-        ]
+        assert [
+            adapter["name"] for adapter in manylora.Client(url, ADMIN_KEY, "acme").list_adapters()
+        ] == ["my-adapter"]
         client.delete_adapter("my-adapter", 2)
         client.delete_adapter("my-adapter")
         assert client.list_adapters() == []
 
     await calling(api, calls)
     size = (folder / "adapter_model.safetensors").stat().st_size
-    assert seen[-2:] == [("adapter_model.safetensors", 0, size), ("adapter_model.safetensors", size, size)]
+    assert seen[-2:] == [
+        ("adapter_model.safetensors", 0, size),
+        ("adapter_model.safetensors", size, size),
+    ]
 
 
 async def test_the_example_in_the_documents_pushes_an_adapter(api: Api, folder: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "registry.md").read_text()
-    (example,) = (part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "manylora.Client" in part)
+    (example,) = (
+        part
+        for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "manylora.Client" in part
+    )
     key = await api.key("acme")
 
     def calls(url: str) -> subprocess.CompletedProcess[str]:
         variables = {**environment(), "MANYLORA_URL": url, "MANYLORA_KEY": key}
         command = [sys.executable, "-P", "-c", example]
-        return subprocess.run(command, cwd=folder.parent, env=variables, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=folder.parent, env=variables, capture_output=True, text=True, check=False
+        )
 
     done = await calling(api, calls)
     assert done.returncode == 0, done.stderr
     assert (await api.client(key).get("/v1/adapters/support")).json()["version"] == 1
 
 
-async def test_a_push_with_the_same_idempotency_key_has_the_same_end(api: Api, folder: Path) -> None:
+async def test_a_push_with_the_same_idempotency_key_has_the_same_end(
+    api: Api, folder: Path
+) -> None:
     key = await api.key("acme")
 
     def calls(url: str) -> None:
@@ -135,11 +171,19 @@ async def test_a_push_with_the_same_idempotency_key_has_the_same_end(api: Api, f
         assert (one.pop("is_new"), two.pop("is_new")) == (True, False)
         assert one == two
         assert len(client.request("GET", "/v1/uploads")["data"]) == 1
-        (folder / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "use_dora": true, "r": -1}')
-        first, again = (failing(lambda: client.push(folder, idempotency_key="run-2")) for _ in range(2))
+        (folder / "adapter_config.json").write_bytes(
+            b'{"peft_type": "LORA", "use_dora": true, "r": -1}'
+        )
+        first, again = (
+            failing(lambda: client.push(folder, idempotency_key="run-2")) for _ in range(2)
+        )
         assert (first.status, len(first.findings) > 1, bool(first.hint)) == (422, True, True)
         assert all(finding["message"] in str(first) for finding in first.findings)
-        assert (again.status, again.code, again.findings) == (first.status, first.code, first.findings)
+        assert (again.status, again.code, again.findings) == (
+            first.status,
+            first.code,
+            first.findings,
+        )
 
     await calling(api, calls)
 
@@ -147,7 +191,10 @@ async def test_a_push_with_the_same_idempotency_key_has_the_same_end(api: Api, f
 async def test_a_push_finds_its_upload_behind_a_hundred_ended_ones(api: Api, folder: Path) -> None:
     key, uploads = await api.key("acme"), api.services.registry.uploads
     tenant_id = (await api.client(key).get("/v1/me")).json()["tenant"]["id"]
-    files = {name: FileFacts(size=1, sha256="0" * 64) for name in ("adapter_config.json", "adapter_model.safetensors")}
+    files = {
+        name: FileFacts(size=1, sha256="0" * 64)
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    }
     draft = UploadDraft(name="old", description=None, activate=True, files=files)
     for _ in range(100):
         made = await uploads.create(
@@ -167,7 +214,10 @@ async def test_a_push_finds_its_upload_behind_a_hundred_ended_ones(api: Api, fol
     await calling(api, calls)
     pages = [await uploads.list(tenant_id, None, 100)]
     pages.append(await uploads.list(tenant_id, pages[0].next, 100))
-    assert Counter(upload.state for page in pages for upload in page.items) == {"rejected": 100, "ready": 1}
+    assert Counter(upload.state for page in pages for upload in page.items) == {
+        "rejected": 100,
+        "ready": 1,
+    }
 
 
 async def test_usage_is_read_to_its_last_page(api: Api) -> None:
@@ -176,7 +226,9 @@ async def test_usage_is_read_to_its_last_page(api: Api) -> None:
     def calls(url: str) -> None:
         client = manylora.Client(url, key)
         for _ in range(3):
-            client.request("POST", "/v1/completions", json={"model": "demo", "prompt": "hi", "max_tokens": 2})
+            client.request(
+                "POST", "/v1/completions", json={"model": "demo", "prompt": "hi", "max_tokens": 2}
+            )
         assert client.usage(group_by="adapter")["totals"]["requests"] == 3
         events = client.usage(events=True, limit=1)["data"]
         assert len({event["request_id"] for event in events}) == 3
@@ -186,7 +238,9 @@ async def test_usage_is_read_to_its_last_page(api: Api) -> None:
     await calling(api, calls)
 
 
-async def test_errors_say_what_is_wrong_and_what_to_do(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_say_what_is_wrong_and_what_to_do(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = await api.key("acme")
 
     def calls(url: str) -> None:
@@ -207,7 +261,9 @@ async def test_errors_say_what_is_wrong_and_what_to_do(api: Api, folder: Path, m
     absent = failing(lambda: manylora.Client().push(folder / "none"))
     assert (absent.status, "There is no folder" in str(absent)) == (None, True)
     (folder / "adapter_config.json").unlink()
-    assert "cannot be read" in str(failing(lambda: manylora.Client().push(folder / "adapter_model.safetensors", "a")))
+    assert "cannot be read" in str(
+        failing(lambda: manylora.Client().push(folder / "adapter_model.safetensors", "a"))
+    )
 
 
 def every_kind_of_call(client: manylora.Client, folder: Path) -> list[Callable[[], object]]:
@@ -234,22 +290,31 @@ def test_a_redirect_is_an_error_that_names_the_address(recorder: Recorder, folde
 
 
 @pytest.mark.parametrize("body", [{"hello": 1}, {"data": {}, "limits": [], "id": 1}, "[" * 100_000])
-def test_json_of_another_server_is_an_error_of_every_method(recorder: Recorder, folder: Path, body: object) -> None:
+def test_json_of_another_server_is_an_error_of_every_method(
+    recorder: Recorder, folder: Path, body: object
+) -> None:
     recorder.body = body
     for call in every_kind_of_call(manylora.Client(recorder.url, "secret"), folder):
         assert failing(call).code == "not_manylora"
 
 
 @pytest.mark.parametrize("upload", [1, {"files": {}}, {"files": {"adapter_config.json": 1}}])
-def test_uploads_of_another_server_are_an_error(recorder: Recorder, folder: Path, upload: object) -> None:
+def test_uploads_of_another_server_are_an_error(
+    recorder: Recorder, folder: Path, upload: object
+) -> None:
     recorder.body = {"data": [upload]}
-    assert failing(lambda: manylora.Client(recorder.url, "secret").push(folder)).code == "not_manylora"
+    assert (
+        failing(lambda: manylora.Client(recorder.url, "secret").push(folder)).code == "not_manylora"
+    )
 
 
 @pytest.mark.parametrize("line", ["data: {", "data: [1]"])
 def test_an_event_that_is_no_json_object_is_an_error(recorder: Recorder, line: str) -> None:
     recorder.body, recorder.headers = f"{line}\n\n", {"content-type": "text/event-stream"}
-    assert failing(lambda: list(manylora.Client(recorder.url, "secret").watch_engine())).code == "not_manylora"
+    assert (
+        failing(lambda: list(manylora.Client(recorder.url, "secret").watch_engine())).code
+        == "not_manylora"
+    )
 
 
 def test_a_body_that_cannot_be_unpacked_is_an_error(recorder: Recorder) -> None:
@@ -283,10 +348,20 @@ def test_a_key_is_never_sent_to_the_address_in_a_path(recorder: Recorder, start:
 @pytest.mark.parametrize(
     ("failure", "code", "retry_after_s", "pauses_s"),
     [
-        ({"status": 503, "body": DRAINING, "headers": SOON}, "server.draining", 7, [7, 7, 7, 7, 8, 15, 30]),
+        (
+            {"status": 503, "body": DRAINING, "headers": SOON},
+            "server.draining",
+            7,
+            [7, 7, 7, 7, 8, 15, 30],
+        ),
         ({"status": 503, "headers": {"retry-after": "3600"}}, "not_manylora", 3600, []),
         ({"body": "<html>"}, "not_manylora", None, []),
-        ({"status": 400, "headers": {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}}, "not_manylora", None, []),
+        (
+            {"status": 400, "headers": {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}},
+            "not_manylora",
+            None,
+            [],
+        ),
     ],
     ids=["busy", "busy for long", "another server", "refused"],
 )
@@ -303,23 +378,47 @@ def test_a_push_waits_as_long_as_the_server_asks_where_that_is_of_use(
     monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=slept.append))
     names = ("adapter_config.json", "adapter_model.safetensors")
     files = {name: {"received": 0} for name in names}
-    recorder.body = {"data": [], "id": "upl_1", "state": "uploading", "files": files, "missing": names}
+    recorder.body = {
+        "data": [],
+        "id": "upl_1",
+        "state": "uploading",
+        "files": files,
+        "missing": names,
+    }
     client = manylora.Client(recorder.url, "secret")
-    refused = failing(lambda: client.push(folder, progress=lambda *_: vars(recorder).update(failure)))
+    refused = failing(
+        lambda: client.push(folder, progress=lambda *_: vars(recorder).update(failure))
+    )
     assert (refused.code, refused.retry_after_s) == (code, retry_after_s)
     assert slept == [0, *pauses_s]
 
 
-def test_a_certificate_that_is_not_trusted_is_no_broken_connection(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_certificate_that_is_not_trusted_is_no_broken_connection(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "manylora.example")])
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    certificate = builder.not_valid_before(now).not_valid_after(now + timedelta(days=1)).sign(key, hashes.SHA256())
-    private = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    certificate = (
+        builder.not_valid_before(now)
+        .not_valid_after(now + timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    private = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
     file = tmp_path / "server.pem"
-    file.write_bytes(key.private_bytes(*private) + certificate.public_bytes(serialization.Encoding.PEM))
+    file.write_bytes(
+        key.private_bytes(*private) + certificate.public_bytes(serialization.Encoding.PEM)
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(file)
     recorder.server.socket = context.wrap_socket(recorder.server.socket, server_side=True)
     refused = failing(manylora.Client(recorder.url.replace("http:", "https:"), "secret").me)
-    assert (refused.code, refused.status, "SSL_CERT_FILE" in str(refused)) == ("untrusted_certificate", None, True)
+    assert (refused.code, refused.status, "SSL_CERT_FILE" in str(refused)) == (
+        "untrusted_certificate",
+        None,
+        True,
+    )

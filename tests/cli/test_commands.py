@@ -26,7 +26,9 @@ SUMS = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_token
 
 
 def run(*arguments: str, **environ: str) -> Any:
-    return CliRunner().invoke(make_app(), arguments, env={"NO_COLOR": "1", "COLUMNS": "200", **environ})
+    return CliRunner().invoke(
+        make_app(), arguments, env={"NO_COLOR": "1", "COLUMNS": "200", **environ}
+    )
 
 
 def test_help_lists_every_command_and_shows_defaults_and_variables() -> None:
@@ -38,9 +40,21 @@ def test_help_lists_every_command_and_shows_defaults_and_variables() -> None:
 
 
 def test_the_command_line_starts_without_heavy_imports() -> None:
-    heavy = ["torch", "transformers", "numpy", "fastapi", "sqlalchemy", "pydantic", "httpx", "zmq", "rich.table"]
+    heavy = [
+        "torch",
+        "transformers",
+        "numpy",
+        "fastapi",
+        "sqlalchemy",
+        "pydantic",
+        "httpx",
+        "zmq",
+        "rich.table",
+    ]
     program = f"import sys, manylora.cli; manylora.cli.make_app(); print([m for m in {heavy} if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "[]"
 
 
@@ -51,7 +65,9 @@ def test_a_folder_is_validated_without_torch_or_a_server() -> None:
         f"{str(DEMO_MODEL)!r}, '--json'])\n"
         "print(found.output); assert found.exit_code == 0; assert 'torch' not in sys.modules"
     )
-    found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
     assert json.loads(found.stdout)["valid"] is True
 
 
@@ -70,7 +86,10 @@ def test_a_folder_of_mlx_is_validated_with_what_was_noticed(mlx_folder: Path) ->
     found = run("adapter", "validate", str(mlx_folder), "--model", str(DEMO_MODEL))
     assert found.exit_code == 0, found.output
     assert "read as: mlx" in found.stdout
-    assert "warning: The config says that the base was 'meta/Big', here it is 'manylora-demo'" in found.stderr
+    assert (
+        "warning: The config says that the base was 'meta/Big', here it is 'manylora-demo'"
+        in found.stderr
+    )
     as_json = json.loads(run("adapter", "validate", str(mlx_folder), "--json").stdout)
     assert as_json["report"] == {"dtype": ["F32"], "layout": "mlx", "renamed": 0, "warnings": []}
     (mlx_folder / "adapter_config.json").write_bytes(sound_mlx(fine_tune_type="dora").config)
@@ -79,9 +98,16 @@ def test_a_folder_of_mlx_is_validated_with_what_was_noticed(mlx_folder: Path) ->
     assert "mlx_lm.lora --fine-tune-type lora" in refused.stderr
 
 
-def test_an_adapter_for_a_checkpoint_with_scaled_inputs_is_refused_unless_it_was_trained_on_it(tmp_path: Path) -> None:
+def test_an_adapter_for_a_checkpoint_with_scaled_inputs_is_refused_unless_it_was_trained_on_it(
+    tmp_path: Path,
+) -> None:
     config = json.loads((DEMO_MODEL / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ("adapter", "validate", str(DEMO_ADAPTER), "--model", str(tmp_path))
     refused = run(*arguments)
@@ -113,14 +139,22 @@ def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_p
             "PATCH /v1/adapters/a?tenant=acme",
             {"aliases": {"prod": 2, "default": {"1": 90, "3": 10}, "old": None}},
         ),
-        ("adapter grant a ten_1 --version 2", "POST /v1/adapters/a/grants", {"tenant": "ten_1", "version": 2}),
+        (
+            "adapter grant a ten_1 --version 2",
+            "POST /v1/adapters/a/grants",
+            {"tenant": "ten_1", "version": 2},
+        ),
         ("adapter grant a ten_1 --withdraw", "DELETE /v1/adapters/a/grants/ten_1", None),
         ("tenant ls", "GET /v1/tenants?limit=1000", None),
         ("tenant create acme", "POST /v1/tenants", {"name": "acme", "limits": {}}),
         (
             "tenant create acme --weight 3 --limit adapters=none --limit requests_per_minute=60",
             "POST /v1/tenants",
-            {"name": "acme", "limits": {"adapters": None, "requests_per_minute": 60}, "weight": 3.0},
+            {
+                "name": "acme",
+                "limits": {"adapters": None, "requests_per_minute": 60},
+                "weight": 3.0,
+            },
         ),
         ("tenant weight ac/me 2.5", "PATCH /v1/tenants/ac%2Fme", {"weight": 2.5}),
         (
@@ -132,7 +166,12 @@ def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_p
         (
             "key create acme --scope infer --limit tokens_per_month=5 --expires-at 2027-01-01T00:00Z",
             "POST /v1/tenants/acme/keys",
-            {"name": None, "scopes": ["infer"], "expires_at": "2027-01-01T00:00Z", "limits": {"tokens_per_month": 5}},
+            {
+                "name": None,
+                "scopes": ["infer"],
+                "expires_at": "2027-01-01T00:00Z",
+                "limits": {"tokens_per_month": 5},
+            },
         ),
         ("key ls acme", "GET /v1/tenants/acme/keys", None),
         ("key revoke key_1", "DELETE /v1/keys/key_1", None),
@@ -144,13 +183,23 @@ def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_p
             "GET /v1/usage?group_by=key&bucket=1d&tz=Asia%2FKolkata&top=3",
             None,
         ),
-        ("usage --events --adapter a --adapter ''", "GET /v1/usage/events?adapter=a&adapter=", None),
+        (
+            "usage --events --adapter a --adapter ''",
+            "GET /v1/usage/events?adapter=a&adapter=",
+            None,
+        ),
         ("whoami --json", "GET /v1/me", None),
     ],
 )
-def test_a_command_calls_its_route(recorder: Recorder, command: str, called: str, body: object) -> None:
+def test_a_command_calls_its_route(
+    recorder: Recorder, command: str, called: str, body: object
+) -> None:
     recorder.status = 204 if called.startswith("DELETE") else 200
-    recorder.body |= {"name": "acme", "tenant": "other", "limits": {"adapters": 3, "stored_bytes": 9}}
+    recorder.body |= {
+        "name": "acme",
+        "tenant": "other",
+        "limits": {"adapters": 3, "stored_bytes": 9},
+    }
     done = run(*shlex.split(command), MANYLORA_URL=recorder.url, MANYLORA_KEY="secret")
     assert done.exit_code == 0, done.output
     method, path, authorization, sent = recorder.calls[-1]
@@ -184,8 +233,14 @@ def test_what_a_command_did_is_said(recorder: Recorder, command: str, said: str)
             (f"adapter alias a {word}", "ALIAS=VERSION")
             for word in ("prod", "prod=x", "prod=1:2,", "prod=1:-1", "prod=1:a,2:b")
         ),
-        *((f"adapter {command} acme/support", "support --tenant acme") for command in ("show", "rm", "pin", "unpin")),
-        *((f"adapter {command} qv@1", "without a version, got 'qv@1'") for command in ("show", "rm", "pin", "unpin")),
+        *(
+            (f"adapter {command} acme/support", "support --tenant acme")
+            for command in ("show", "rm", "pin", "unpin")
+        ),
+        *(
+            (f"adapter {command} qv@1", "without a version, got 'qv@1'")
+            for command in ("show", "rm", "pin", "unpin")
+        ),
         *(
             (f"key create acme --expires-at {text}", "--expires-at takes a time with its offset")
             for text in ("soon", "2027-01-01", "2027-01-01T00:00:00")
@@ -195,16 +250,30 @@ def test_what_a_command_did_is_said(recorder: Recorder, command: str, said: str)
         ("adapter push My-Adapter", "give one with --name"),
     ],
 )
-def test_wrong_words_are_refused_before_any_call(recorder: Recorder, command: str, reason: str) -> None:
+def test_wrong_words_are_refused_before_any_call(
+    recorder: Recorder, command: str, reason: str
+) -> None:
     done = run(*shlex.split(command), "--url", recorder.url)
     assert (done.exit_code, reason in done.output) == (2, True), done.output
     assert not recorder.calls
 
 
 def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Recorder) -> None:
-    adapter = {"name": "a", "aliases": {"default": 2}, "description": "for tests", "report": {"warnings": ["odd"]}}
-    grants = {"object": "list", "data": [{"tenant": "rival", "version": None}, {"tenant": "third", "version": 2}]}
-    recorder.pages = [adapter, {"object": "list", "data": [{"version": 2, "digest": "sha256:0"}]}, grants]
+    adapter = {
+        "name": "a",
+        "aliases": {"default": 2},
+        "description": "for tests",
+        "report": {"warnings": ["odd"]},
+    }
+    grants = {
+        "object": "list",
+        "data": [{"tenant": "rival", "version": None}, {"tenant": "third", "version": 2}],
+    }
+    recorder.pages = [
+        adapter,
+        {"object": "list", "data": [{"version": 2, "digest": "sha256:0"}]},
+        grants,
+    ]
     done = run("adapter", "show", "a", "--tenant", "acme", "--url", recorder.url)
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     assert ["granted_to", "rival,third@2"] in lines
@@ -217,9 +286,24 @@ def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Rec
 @pytest.mark.parametrize(
     ("command", "message", "param", "told"),
     [
-        ("adapter show a", "Name the tenant: ?tenant=NAME.", "tenant", "manylora: Name the tenant: --tenant NAME."),
-        ("usage --by x", "group_by takes tenant, key.", "group_by", "manylora: --by takes tenant, key."),
-        ("usage --start x", "start: Input should be a time.", "start", "manylora: --start: Input should be"),
+        (
+            "adapter show a",
+            "Name the tenant: ?tenant=NAME.",
+            "tenant",
+            "manylora: Name the tenant: --tenant NAME.",
+        ),
+        (
+            "usage --by x",
+            "group_by takes tenant, key.",
+            "group_by",
+            "manylora: --by takes tenant, key.",
+        ),
+        (
+            "usage --start x",
+            "start: Input should be a time.",
+            "start",
+            "manylora: --start: Input should be",
+        ),
         ("adapter pin a", "Upload with activate=false.", "activate", "Upload with --no-activate."),
     ],
 )
@@ -227,13 +311,17 @@ def test_errors_name_the_options_of_the_command(
     recorder: Recorder, command: str, message: str, param: str, told: str
 ) -> None:
     recorder.status = 400
-    recorder.body = {"error": {"message": message, "type": "t", "param": param, "code": "invalid_value"}}
+    recorder.body = {
+        "error": {"message": message, "type": "t", "param": param, "code": "invalid_value"}
+    }
     done = run(*command.split(), "--url", recorder.url, "--key", "admin")
     assert (done.exit_code, told in done.output) == (2, True), done.output
 
 
 def test_a_refusal_is_one_line_with_the_reason(recorder: Recorder) -> None:
-    recorder.body = {"error": {"message": "There is none.", "type": "t", "param": None, "code": "not_found"}}
+    recorder.body = {
+        "error": {"message": "There is none.", "type": "t", "param": None, "code": "not_found"}
+    }
     for status, code in ((404, 1), (400, 2), (422, 2), (401, 1)):
         recorder.status = status
         refused = run("tenant", "show", "x", "--url", recorder.url)
@@ -255,13 +343,17 @@ def test_another_server_at_the_url_is_named_as_such(recorder: Recorder, body: ob
 
 
 def test_config_shows_what_serve_would_use_with_the_same_options() -> None:
-    shown = run("config", "show", "--model", "m", "--set", "server.host=::1", MANYLORA_SERVER__PORT="9")
+    shown = run(
+        "config", "show", "--model", "m", "--set", "server.host=::1", MANYLORA_SERVER__PORT="9"
+    )
     assert [text in shown.output for text in ("path: m", "port: 9", "host: ::1")] == [True] * 3
     without = run("config", "show")
     assert (without.exit_code, "give --model" in without.output) == (2, True)
 
 
-def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaults(tmp_path: Path) -> None:
+def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaults(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "manylora.yaml"
     assert run("config", "init", str(file)).exit_code == 0
     text = file.read_text()
@@ -280,13 +372,22 @@ def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaul
 
 
 def test_a_wrong_setting_exits_with_2(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("manylora")), "serve", "--model", "m", "--port", "70000"]
+    command = [
+        str(Path(sys.executable).with_name("manylora")),
+        "serve",
+        "--model",
+        "m",
+        "--port",
+        "70000",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("manylora: server.port must be")
 
 
-def test_the_doctor_finds_the_model_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_doctor_finds_the_model_and_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def findings(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
         done = run("doctor", "--data-dir", str(tmp_path), "--json", *arguments)
         return done.exit_code, {finding["check"]: finding for finding in json.loads(done.stdout)}
@@ -297,7 +398,11 @@ def test_the_doctor_finds_the_model_and_says_what_is_wrong(monkeypatch: pytest.M
     formats = [found[f"weights in {weights}"] for weights in ("bf16", "int8", "int4")]
     assert all("0.00 GiB; below " in each["detail"] for each in formats)
     hints = " ".join(each["hint"] or "" for each in formats)
-    assert (hints.count("one or two users"), hints.count("many users"), "--weights" in hints) == (1, 1, True)
+    assert (hints.count("one or two users"), hints.count("many users"), "--weights" in hints) == (
+        1,
+        1,
+        True,
+    )
     status, found = findings("--model", str(tmp_path), "--port", "99999")
     assert (status, found["model"]["result"]) == (1, "fail")
     assert (found["port"]["result"], "1 to 65535" in found["port"]["hint"]) == ("fail", True)
@@ -309,19 +414,43 @@ def test_the_doctor_finds_the_model_and_says_what_is_wrong(monkeypatch: pytest.M
 
 def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> None:
     secret = "manylora_0123456789ab_" + "x" * 60
-    recorder.body = {"object": "key", "id": "key_1", "tenant": "acme", "scopes": ["infer"], "key": secret}
+    recorder.body = {
+        "object": "key",
+        "id": "key_1",
+        "tenant": "acme",
+        "scopes": ["infer"],
+        "key": secret,
+    }
     lines = run("key", "create", "acme", "--url", recorder.url, COLUMNS="40").output.splitlines()
     assert any(line.split() == ["key", secret] for line in lines)
 
 
-def test_the_table_of_usage_has_words_for_what_has_no_name_and_days_of_the_zone(recorder: Recorder) -> None:
+def test_the_table_of_usage_has_words_for_what_has_no_name_and_days_of_the_zone(
+    recorder: Recorder,
+) -> None:
     start = "2026-11-21T23:00:00.000Z"
-    named = [("acme", "support", False), ("acme", None, False), (None, None, False), (None, None, True)]
+    named = [
+        ("acme", "support", False),
+        ("acme", None, False),
+        (None, None, False),
+        (None, None, True),
+    ]
     rows = [
-        {"start": start, "tenant": tenant, "adapter": name, "other": other, **SUMS} for tenant, name, other in named
+        {"start": start, "tenant": tenant, "adapter": name, "other": other, **SUMS}
+        for tenant, name, other in named
     ]
     recorder.body = {"object": "list", "data": rows, "next": None, "totals": SUMS}
-    asked = ("usage", "--bucket", "1d", "--tz", "Europe/Berlin", "--top", "3", "--url", recorder.url)
+    asked = (
+        "usage",
+        "--bucket",
+        "1d",
+        "--tz",
+        "Europe/Berlin",
+        "--top",
+        "3",
+        "--url",
+        recorder.url,
+    )
     table = [line.split()[:3] for line in run(*asked).output.splitlines()[1:-1]]
     day = "2026-11-22T00:00+01:00"
     names = [("acme", "support"), ("acme", "(base)"), ("(admin)", "(base)"), ("(other)", "(other)")]
@@ -347,7 +476,10 @@ def test_usage_of_many_pages_is_one_table(recorder: Recorder) -> None:
     assert shown == "tenant,requests\na,1\nb,2\n"
     assert "status=stop" in recorder.calls[-1][1]
     assert "format=csv&after=n" in recorder.calls[-1][1]
-    recorder.status, recorder.body = 400, {"error": {"message": "No such time.", "code": "invalid_value"}}
+    recorder.status, recorder.body = (
+        400,
+        {"error": {"message": "No such time.", "code": "invalid_value"}},
+    )
     refused = run("usage", "--csv", "--url", recorder.url)
     assert (refused.exit_code, refused.stdout) == (2, "")
 
@@ -368,23 +500,45 @@ def test_whoami_shows_the_tenants_id_and_what_is_used_of_the_limits(recorder: Re
         ["tenant", "tokens_per_month", "9", "-"],
         ["key", "tokens_per_month", "7", "-"],
     ]
-    recorder.body = {"object": "me", "role": "admin", "tenant": None, "key": None, "limits": {}, "used": {"tenant": {}}}
+    recorder.body = {
+        "object": "me",
+        "role": "admin",
+        "tenant": None,
+        "key": None,
+        "limits": {},
+        "used": {"tenant": {}},
+    }
     assert run("whoami", "--url", recorder.url).output.splitlines()[0].split() == ["role", "admin"]
 
 
 def test_splits_and_limits_are_shown_as_the_commands_take_them(recorder: Recorder) -> None:
-    recorder.body = {"object": "adapter", "name": "a", "aliases": {"default": {"1": 95, "2": 5}, "b": 2}}
+    recorder.body = {
+        "object": "adapter",
+        "name": "a",
+        "aliases": {"default": {"1": 95, "2": 5}, "b": 2},
+    }
     shown = run("adapter", "alias", "a", "b=2", "--url", recorder.url).output
     assert "default=1:95,2:5 b=2" in shown
     details: tuple[tuple[dict[str, Any], str], ...] = (
         ({"limits": {"adapters": None, "stored_bytes": 9}}, "limits=adapters:none,stored_bytes:9"),
-        ({"aliases": {"default": {"1": 95, "2": 5}, "b": None}}, "aliases=default:(1:95,2:5),b:none"),
-        ({"digest": "sha256:0", "activate": True, "scopes": ["infer"]}, "digest=sha256:0 activate=yes scopes=infer"),
+        (
+            {"aliases": {"default": {"1": 95, "2": 5}, "b": None}},
+            "aliases=default:(1:95,2:5),b:none",
+        ),
+        (
+            {"digest": "sha256:0", "activate": True, "scopes": ["infer"]},
+            "digest=sha256:0 activate=yes scopes=infer",
+        ),
         ({}, "-"),
     )
-    recorder.body = {"object": "list", "data": [{"action": "x", "detail": detail} for detail, _ in details]}
+    recorder.body = {
+        "object": "list",
+        "data": [{"action": "x", "detail": detail} for detail, _ in details],
+    }
     lines = run("audit", "--url", recorder.url).output.splitlines()[1:]
-    assert all(line.endswith(f"  {text}") for line, (_, text) in zip(lines, details, strict=True)), lines
+    assert all(
+        line.endswith(f"  {text}") for line, (_, text) in zip(lines, details, strict=True)
+    ), lines
 
 
 @pytest.mark.slow  # PostgreSQL is started
@@ -393,7 +547,10 @@ def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -
     assert run(*folder).output == f"schema none -> {NEWEST}\n"
     assert run(*folder).output == f"schema {NEWEST}: up to date\n"
     url = fresh_database()
-    assert run("db", "upgrade", MANYLORA_REGISTRY__DATABASE_URL=url).output == f"schema none -> {NEWEST}\n"
+    assert (
+        run("db", "upgrade", MANYLORA_REGISTRY__DATABASE_URL=url).output
+        == f"schema none -> {NEWEST}\n"
+    )
     unused = tmp_path / "unused"
     again = run("db", "upgrade", "--database-url", url, "--data-dir", str(unused))
     assert (again.output, unused.exists()) == (f"schema {NEWEST}: up to date\n", False)
@@ -402,11 +559,20 @@ def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -
 
 @pytest.mark.parametrize("role", ["gateway", "replica"])
 @pytest.mark.parametrize("missing", ["MANYLORA_PEPPER", "MANYLORA_ADMIN_KEY"])
-def test_servers_of_a_cluster_do_not_start_with_secrets_of_their_own(tmp_path: Path, role: str, missing: str) -> None:
+def test_servers_of_a_cluster_do_not_start_with_secrets_of_their_own(
+    tmp_path: Path, role: str, missing: str
+) -> None:
     secrets = {"MANYLORA_PEPPER": "p" * 16, "MANYLORA_ADMIN_KEY": "k" * 16}
-    environ = {**environment(), **{name: value for name, value in secrets.items() if name != missing}}
+    environ = {
+        **environment(),
+        **{name: value for name, value in secrets.items() if name != missing},
+    }
     command = [sys.executable, "-P", "-m", "manylora.cli", "serve", "--role", role, "--port", "0"]
-    command += ["--data-dir", str(tmp_path), *(["--model", str(DEMO_MODEL)] if role == "replica" else [])]
+    command += [
+        "--data-dir",
+        str(tmp_path),
+        *(["--model", str(DEMO_MODEL)] if role == "replica" else []),
+    ]
     found = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240)
     assert found.returncode == 2
     assert f"A {role} needs {missing}" in found.stdout + found.stderr

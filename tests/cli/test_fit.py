@@ -63,7 +63,9 @@ def test_a_kv_cache_of_int8_leaves_more_tokens() -> None:
     )
     assert int8["kv_tokens_left"] > 3 * wide["kv_tokens_left"]  # of float32
     assert int8["pages"]["needed"] <= wide["pages"]["needed"]
-    text = run("--rank", "8", "--memory-gib", "0.05", *SMALL, "--set", "memory.kv_dtype=int8").output
+    text = run(
+        "--rank", "8", "--memory-gib", "0.05", *SMALL, "--set", "memory.kv_dtype=int8"
+    ).output
     assert "on cpu in float32 with int8 KV cache, weights" in text
 
 
@@ -88,13 +90,21 @@ def test_adapters_of_mlx_are_measured_as_they_are(mlx_folder: Path) -> None:
 
 def test_the_same_bytes_count_once(tmp_path: Path) -> None:
     shutil.copytree(ADAPTERS / "pirate", tmp_path / "copy")
-    one, two = answer(str(ADAPTERS / "pirate")), answer(str(ADAPTERS / "pirate"), str(tmp_path / "copy"))
-    for each in ("pages", "slots"):  # what is left follows from the memory that is free, which others use as well
+    one, two = (
+        answer(str(ADAPTERS / "pirate")),
+        answer(str(ADAPTERS / "pirate"), str(tmp_path / "copy")),
+    )
+    for each in (
+        "pages",
+        "slots",
+    ):  # what is left follows from the memory that is free, which others use as well
         assert two[each]["needed"] == one[each]["needed"] > 0
 
 
 def test_the_answer_is_a_table_and_a_sentence() -> None:
-    done = run(str(ADAPTERS / "pirate"), "--rank", "16", "--count", "10", "--memory-gib", "0.05", *SMALL)
+    done = run(
+        str(ADAPTERS / "pirate"), "--rank", "16", "--count", "10", "--memory-gib", "0.05", *SMALL
+    )
     assert done.exit_code == 0, done.output
     header, pirate, planned, blank, *rest = done.output.splitlines()
     assert header.split() == ["ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE"]
@@ -114,13 +124,26 @@ def test_the_answer_is_a_table_and_a_sentence() -> None:
     ("arguments", "least"),
     [
         (
-            ("--rank", "8", "--count", "300", "--targets", "k", "--memory-gib", "0.1", "--set", "adapter.slots=256"),
+            (
+                "--rank",
+                "8",
+                "--count",
+                "300",
+                "--targets",
+                "k",
+                "--memory-gib",
+                "0.1",
+                "--set",
+                "adapter.slots=256",
+            ),
             "adapter.slots=300",
         ),
         (("--rank", "64", "--count", "257", "--memory-gib", "0.02"), "--memory-gib"),
     ],
 )
-def test_what_does_not_fit_exits_with_1_and_fits_with_the_advice(arguments: tuple[str, ...], least: str) -> None:
+def test_what_does_not_fit_exits_with_1_and_fits_with_the_advice(
+    arguments: tuple[str, ...], least: str
+) -> None:
     body = answer(*arguments, status=1)
     assert not body["fits"]
     assert least in body["advice"]
@@ -141,12 +164,16 @@ def test_the_advised_memory_is_the_smallest() -> None:
 
 
 def test_where_no_memory_would_do_the_reason_is_given() -> None:
-    body = answer("--rank", "64", "--count", "250", "--memory-gib", "0.02", "--free-gib", "0.5", status=1)
+    body = answer(
+        "--rank", "64", "--count", "250", "--memory-gib", "0.02", "--free-gib", "0.5", status=1
+    )
     assert "No setting makes room" in body["advice"]
     assert "0.50 GiB are free" in body["advice"]
 
 
-def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_is_planned_from_a_config_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(real_config("Llama-3-8B")))
     asked: dict[str, Any] = {}
 
@@ -166,13 +193,23 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
     (planned,) = body["adapters"]
     assert planned["pages"] in (40, 41)
     assert planned["waste"] <= 0.05
-    weights = 2 * (128256 * 4096 * 2 + 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096) + 4096)
-    reserved = plan_room(Config(model=ModelConfig(path=str(tmp_path), device="cuda")), 80).memory.reserved.total
-    tables = 4 * body["slots"]["total"] * 32 * 7 * (2 * 64 // 8 + 2)  # int32 for each row group, and rank and scaling
+    weights = 2 * (
+        128256 * 4096 * 2
+        + 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096)
+        + 4096
+    )
+    reserved = plan_room(
+        Config(model=ModelConfig(path=str(tmp_path), device="cuda")), 80
+    ).memory.reserved.total
+    tables = (
+        4 * body["slots"]["total"] * 32 * 7 * (2 * 64 // 8 + 2)
+    )  # int32 for each row group, and rank and scaling
     pages = (80 * GIB - weights - reserved - tables) // (2 << 20) - 1
     assert 0.9999 * pages < body["pages"]["total"] <= pages
     text = run(*("--rank", "16", "--device", "cuda", "--free-gib", "80"), model=tmp_path).output
-    assert re.search(r"^reserved 2\.\d\d GiB \(1\.09 GiB for CUDA graphs, .*2,048 tokens\)$", text, re.MULTILINE)
+    assert re.search(
+        r"^reserved 2\.\d\d GiB \(1\.09 GiB for CUDA graphs, .*2,048 tokens\)$", text, re.MULTILINE
+    )
     assert body["kv_tokens_left"] == 16 * (body["pages"]["total"] - 100 * planned["pages"])
 
 
@@ -193,7 +230,10 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
         (("--rank", "8", "--free-gib", "nan"), "--free-gib"),
         (("--rank", "8", "--free-gib", "0.0001"), "free"),
         (("--rank", "8", "--set", "memory.gb=1"), "memory.gib"),
-        (("--rank", "8", "--weights", "int3"), "model.weights: must be 'auto', 'bf16', 'int8' or 'int4'"),
+        (
+            ("--rank", "8", "--weights", "int3"),
+            "model.weights: must be 'auto', 'bf16', 'int8' or 'int4'",
+        ),
         (("/nowhere",), "no folder /nowhere"),
         (("/",), "adapter_config.json"),
     ],
@@ -213,12 +253,22 @@ def test_an_adapter_that_cannot_be_served_exits_with_2(tmp_path: Path) -> None:
 
 
 def test_all_that_is_wrong_with_an_adapter_is_told_as_validate_tells_it(tmp_path: Path) -> None:
-    tensors = {**q_and_v(demo_ready().base), "evil": tensor((8, 8)), "base_model.model.lm_head.weight": tensor((8, 8))}
+    tensors = {
+        **q_and_v(demo_ready().base),
+        "evil": tensor((8, 8)),
+        "base_model.model.lm_head.weight": tensor((8, 8)),
+    }
     (tmp_path / "adapter_config.json").write_bytes(config_bytes(use_dora=True, fan_in_fan_out=True))
     (tmp_path / "adapter_model.safetensors").write_bytes(weights_bytes(tensors))
     arguments = ["adapter", "validate", str(tmp_path), "--model", str(DEMO_MODEL)]
     for options in ([], ["--json"]):
-        validated = CliRunner().invoke(make_app(), [*arguments, *options], env={"NO_COLOR": "1", "COLUMNS": "200"})
+        validated = CliRunner().invoke(
+            make_app(), [*arguments, *options], env={"NO_COLOR": "1", "COLUMNS": "200"}
+        )
         found = run(str(tmp_path), *options)
-        assert (found.exit_code, found.stdout, found.stderr) == (2, validated.stdout, validated.stderr)
+        assert (found.exit_code, found.stdout, found.stderr) == (
+            2,
+            validated.stdout,
+            validated.stderr,
+        )
     assert found.stderr.count("Hint: ") == 4

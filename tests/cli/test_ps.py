@@ -30,7 +30,9 @@ async def test_residents_stand_in_a_table_over_a_summary(api: Api) -> None:
     pirate = (await upload(client, "pirate")).json()["digest"]
     await upload(rival, "corsair")
     shout = (await upload(client, "shout", sound(alpha=8))).json()["digest"]
-    used = ResidentAdapter(digest=pirate, tier="device", pages=2345, running=2, pinned=True, holds=1)
+    used = ResidentAdapter(
+        digest=pirate, tier="device", pages=2345, running=2, pinned=True, holds=1
+    )
     api.engine.residents = [
         ResidentAdapter(digest=UNKNOWN, tier="host", pages=1, running=0),
         ResidentAdapter(digest=shout, tier="loading", pages=7, running=0, holds=3),
@@ -68,7 +70,11 @@ async def test_an_idle_engine_has_a_summary_alone_and_a_restart_is_told(api: Api
         away = await run("ps", "--url", url, "--key", ADMIN_KEY)
     assert idle.output.startswith(f"{BASE} on cpu")
     assert json.loads(printed.output)["object"] == "engine"
-    assert (away.exit_code, "restarts" in away.output, len(away.output.splitlines())) == (1, True, 1)
+    assert (away.exit_code, "restarts" in away.output, len(away.output.splitlines())) == (
+        1,
+        True,
+        1,
+    )
 
 
 async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> None:
@@ -90,9 +96,23 @@ async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> N
     assert shown.exit_code == 0, shown.output
     url = replica.url
     *_, summary = [line for line in shown.output.splitlines() if "replicas" in line]
-    assert summary == "1 of 2 replicas ready, 1 gateways; 0 running, 0 waiting, longest backlog 0.0 ms"
+    assert (
+        summary == "1 of 2 replicas ready, 1 gateways; 0 running, 0 waiting, longest backlog 0.0 ms"
+    )
     assert [line.split() for line in shown.output.splitlines() if line != summary] == [
-        ["SERVER", "ROLE", "STATE", "RUNNING", "WAITING", "BACKLOG", "IN", "FLIGHT", "DEVICE", "HOST", "URL"],
+        [
+            "SERVER",
+            "ROLE",
+            "STATE",
+            "RUNNING",
+            "WAITING",
+            "BACKLOG",
+            "IN",
+            "FLIGHT",
+            "DEVICE",
+            "HOST",
+            "URL",
+        ],
         ["gate", "gateway", "ready", *"------", "http://127.0.0.1:9"],
         ["away", "replica", "lost", *"------", "http://127.0.0.1:9"],
         [SERVER, "replica", "ready", "0", "0", "0.0", "ms", "0", "1", "1", url],

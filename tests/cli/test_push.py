@@ -39,7 +39,9 @@ async def breaking(url: str, cuts: list[int]) -> AsyncIterator[str]:
             if is_up and cuts and passed + len(data) > cuts[0]:
                 sink.write(data[: cuts.pop(0) - passed])
                 await sink.drain()
-                await asyncio.sleep(0.3)  # bytes that come together with the end may be lost with it
+                await asyncio.sleep(
+                    0.3
+                )  # bytes that come together with the end may be lost with it
                 break
             passed += len(data)
             sink.write(data)
@@ -70,24 +72,42 @@ async def test_push_uploads_the_folder_and_says_how_to_ask_for_it(api: Api, fold
         assert pushed.exit_code == 0, pushed.output
         assert pushed.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter"'
         (folder / "adapter_config.json").write_bytes(sound(alpha=8).config)
-        second = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
+        second = await run(
+            "adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate"
+        )
         assert second.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter@2"'
         again = await run("adapter", "push", str(folder), "--url", url, "--key", key)
-        assert "nothing new: version 2 has these very bytes; the plain name means version 2 now" in again.output
-        await api.client(key).patch("/v1/adapters/my-adapter", json={"aliases": {"default": {"1": 95, "2": 5}}})
+        assert (
+            "nothing new: version 2 has these very bytes; the plain name means version 2 now"
+            in again.output
+        )
+        await api.client(key).patch(
+            "/v1/adapters/my-adapter", json={"aliases": {"default": {"1": 95, "2": 5}}}
+        )
         (folder / "adapter_config.json").write_bytes(sound(alpha=4).config)
-        beside = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
-        assert "the plain name still means 1:95,2:5; to change that: manylora adapter alias my-adapter" in beside.output
+        beside = await run(
+            "adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate"
+        )
+        assert (
+            "the plain name still means 1:95,2:5; to change that: manylora adapter alias my-adapter"
+            in beside.output
+        )
         (folder / "adapter_config.json").write_bytes(sound(alpha=2).config)
         canary = await run("adapter", "push", str(folder), "--url", url, "--key", key)
-        assert (canary.exit_code, "Upload with --no-activate" in canary.output) == (1, True), canary.output
+        assert (canary.exit_code, "Upload with --no-activate" in canary.output) == (1, True), (
+            canary.output
+        )
         (folder / "adapter_config.json").write_bytes(b"{}")
-        refused = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
+        refused = await run(
+            "adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate"
+        )
         assert (refused.exit_code, "config." in refused.output) == (2, True)
     assert len(api.files()) == 1
 
 
-async def test_push_goes_on_after_a_broken_connection(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_push_goes_on_after_a_broken_connection(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "PAUSES_S", (0, *[0.2] * 7))
     key, size = await api.key("acme"), len(sound().weights)
     received: list[int] = []
@@ -109,7 +129,9 @@ async def test_push_goes_on_after_a_broken_connection(api: Api, folder: Path, mo
     assert len((await api.client(key).get("/v1/uploads")).json()["data"]) == 1
 
 
-async def test_push_started_again_finds_what_was_sent(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_push_started_again_finds_what_was_sent(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "PAUSES_S", (0,))
     key, acme = await api.key("acme"), await api.tenant("acme")
     async with api.listening() as url:
@@ -127,7 +149,9 @@ async def test_push_started_again_finds_what_was_sent(api: Api, folder: Path, mo
 
 async def test_a_folder_of_mlx_is_pushed_as_it_is(api: Api, mlx_folder: Path) -> None:
     async with api.listening() as url:
-        pushed = await run("adapter", "push", str(mlx_folder), "--url", url, "--key", await api.key("acme"))
+        pushed = await run(
+            "adapter", "push", str(mlx_folder), "--url", url, "--key", await api.key("acme")
+        )
     assert pushed.exit_code == 0, pushed.output
     assert "read as: mlx" in pushed.stdout
     assert "warning: The config says that the base was 'meta/Big'" in pushed.stderr
@@ -141,7 +165,9 @@ async def test_an_ephemeral_push_stays_in_memory(api: Api, folder: Path) -> None
         assert pushed.exit_code == 0, pushed.output
         assert pushed.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter"'
         assert (api.files(), len(api.services.memory.digests())) == ([], 1)
-        senseless = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--keep", "1")
+        senseless = await run(
+            "adapter", "push", str(folder), "--url", url, "--key", key, "--keep", "1"
+        )
         assert senseless.exit_code != 0
         assert "--ephemeral" in senseless.output
 
@@ -149,7 +175,9 @@ async def test_an_ephemeral_push_stays_in_memory(api: Api, folder: Path) -> None
 async def test_a_script_pushes_tensors_and_what_peft_calls_its_config(api: Api) -> None:
     tensors = load(sound().weights)
     key = await api.key("acme")
-    config: Any = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    config: Any = LoraConfig(
+        r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     async with api.listening() as url:
         trainer = client.Client(url, key)
         made = await asyncio.to_thread(trainer.push_ephemeral, "policy", tensors, config, keep=1)

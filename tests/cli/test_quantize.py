@@ -29,7 +29,9 @@ def test_the_errors_are_shown_by_layer_and_module(model: Path, tmp_path: Path) -
     header, *rows, mean, empty, said = done.output.splitlines()
     assert header.split() == ["LAYER", "Q", "K", "V", "O", "GATE", "UP", "DOWN"]
     assert [row.split()[0] for row in rows] == ["0", "1", "2"]
-    assert all(0 < float(cell.removesuffix("%")) < 12 for row in [*rows, mean] for cell in row.split()[1:])
+    assert all(
+        0 < float(cell.removesuffix("%")) < 12 for row in [*rows, mean] for cell in row.split()[1:]
+    )
     assert empty == ""
     assert said == f"{tmp_path / 'out'}: int4, relative errors of the weights by layer"
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -20,14 +20,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return made
 
 
-def test_an_engine_process_is_handed_to_the_server(worker: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_process_is_handed_to_the_server(
+    worker: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Mock(return_value=3)
     monkeypatch.setattr(server, "serve", run)
     assert command._run({"model": {"path": "m"}}, None, None) == 3
     assert run.call_args.args[2] is worker
 
 
-def test_a_server_that_cannot_start_ends_the_engine_process(worker: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_start_ends_the_engine_process(
+    worker: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "serve", Mock(side_effect=ConfigError("no folder")))
     with pytest.raises(ConfigError, match="no folder"):
         command._run({"model": {"path": "m"}}, None, None)
@@ -40,11 +44,15 @@ def test_a_wrong_setting_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> N
         command._run({"model": {"path": "m", "dtype": "float8"}}, None, None)
 
 
-def test_commands_that_start_a_server_import_no_database_and_the_start_of_an_engine_no_torch() -> None:
+def test_commands_that_start_a_server_import_no_database_and_the_start_of_an_engine_no_torch() -> (
+    None
+):
     for module, absent in (
         ("manylora.cli.demo.run", ("sqlalchemy", "alembic", "torch", "numpy")),
         ("manylora.cli.serve", ("torch", "numpy", "zmq", "sqlalchemy", "fastapi")),
     ):
         code = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
-        found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         assert found == "[]\n", module

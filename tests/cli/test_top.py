@@ -48,15 +48,21 @@ def waiting_load(waiting: int, **fields: Any) -> dict[str, Any]:
     return asdict(TenantLoad(waiting=waiting, reasons={"NEW": waiting}, **fields))
 
 
-def drawn(body: dict[str, Any], width: int, height: int, age_s: float = 0.0, trouble: str | None = None) -> list[str]:
-    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
+def drawn(
+    body: dict[str, Any], width: int, height: int, age_s: float = 0.0, trouble: str | None = None
+) -> list[str]:
+    console = Console(
+        width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None
+    )
     console.print(frame(body, age_s, console.size, trouble))
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
 
 @pytest.mark.anyio
 async def test_once_prints_one_frame(api: Api) -> None:
-    api.engine.tenants = {"": TenantLoad(running=3, paused=1, waiting=2, reasons={"NEW": 2}, rate=70.0)}
+    api.engine.tenants = {
+        "": TenantLoad(running=3, paused=1, waiting=2, reasons={"NEW": 2}, rate=70.0)
+    }
     resident = ResidentAdapter(digest="sha256:0123456789ab", tier="device", pages=7, running=2)
     api.engine.residents = [replace(resident, uses=1234, loads=3, load_p95_s=0.5)]
     async with api.listening() as url:
@@ -82,25 +88,42 @@ async def test_once_prints_one_frame(api: Api) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (70, 14)])
-async def test_a_frame_fits_the_terminal_and_shows_the_busiest(api: Api, width: int, height: int) -> None:
+async def test_a_frame_fits_the_terminal_and_shows_the_busiest(
+    api: Api, width: int, height: int
+) -> None:
     residents = [
-        ResidentAdapter(digest=f"sha256:{index:064}", tier="device", pages=1, running=int(index == 77))
+        ResidentAdapter(
+            digest=f"sha256:{index:064}", tier="device", pages=1, running=int(index == 77)
+        )
         for index in range(100)
     ]
     body = await body_of(
         api,
-        residents=[{**asdict(resident), "adapters": [f"t/{resident.digest[-3:]}@1"]} for resident in residents],
+        residents=[
+            {**asdict(resident), "adapters": [f"t/{resident.digest[-3:]}@1"]}
+            for resident in residents
+        ],
         waiting=900,
         waiting_reasons={"NEW": 900},
-        tenants={f"a-tenant-of-a-long-name-{index}": waiting_load(100, rate=float(index)) for index in range(9)},
+        tenants={
+            f"a-tenant-of-a-long-name-{index}": waiting_load(100, rate=float(index))
+            for index in range(9)
+        },
         pages={"free": 1, "kv": 800, "prefix": 3, "adapter": 100, "quarantine": 0},
     )
-    lines = drawn(body, width, height, trouble="The engine stopped and is being restarted; send the request again.")
+    lines = drawn(
+        body,
+        width,
+        height,
+        trouble="The engine stopped and is being restarted; send the request again.",
+    )
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
     bar = next(line for line in lines if "█" in line).strip()
     assert (len(bar), bar.count("·"), set(bar)) == (width - 11, 1, set("█▓▒·"))
-    first, *others, last = lines[lines.index(next(line for line in lines if line.startswith("ADAPTER"))) + 1 :]
+    first, *others, last = lines[
+        lines.index(next(line for line in lines if line.startswith("ADAPTER"))) + 1 :
+    ]
     assert first.startswith("t/077@1")
     assert last.strip() == f"and {100 - 1 - len(others)} more"
     tenants = [line.split()[0] for line in lines if line.startswith("a-tenant")]
@@ -110,11 +133,16 @@ async def test_a_frame_fits_the_terminal_and_shows_the_busiest(api: Api, width: 
 
 
 def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> None:
-    tenants = {f"t{index}": waiting_load(2, rate=float(index % 500), weight=0.5) for index in range(1_000)}
+    tenants = {
+        f"t{index}": waiting_load(2, rate=float(index % 500), weight=0.5) for index in range(1_000)
+    }
     tenants["t3"] |= {"running": 9, "paused": 4, "rate": 501.0}
     admission = {
         "t0": {"wait_s": 3.25, "refused": {"limit.queue": 7}},
-        "t1": {"wait_s": 40.0, "refused": {"limit.queue": 1, "server.overloaded": 5, "limit.new": 1}},
+        "t1": {
+            "wait_s": 40.0,
+            "refused": {"limit.queue": 1, "server.overloaded": 5, "limit.new": 1},
+        },
         "left": {"wait_s": 0.0, "refused": {}},
         "turned away": {"wait_s": 0.0, "refused": {"limit.queue": 2}},
     }
@@ -122,7 +150,18 @@ def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> N
     assert [row.name for row in rows[:3]] == ["t3", "t499", "t999"]
     assert (rows[-1].name, len(rows)) == ("turned away", 1_001)
     first, second, others = cells(rows, 2)
-    assert list(first.values()) == ["t3", "0.5", "<1%", "<1%", "5", "4", "2", "-", "2 in line", "none"]
+    assert list(first.values()) == [
+        "t3",
+        "0.5",
+        "<1%",
+        "<1%",
+        "5",
+        "4",
+        "2",
+        "-",
+        "2 in line",
+        "none",
+    ]
     assert second["TENANT"] == "t499"
     figures = ["999 others", "499", "100%", "100%", "0", "0", "1,996", "40.0 s", "1,996 in line"]
     assert list(others.values()) == [*figures, "10 over share, 5 overload, 1 limit.new"]
@@ -132,7 +171,9 @@ def test_nobody_in_the_engine_gives_no_rows_and_no_rate_no_share() -> None:
     assert tenant_rows({"tenants": {}, "admission": {}}) == []
     (row,) = cells(tenant_rows({"tenants": {"t": waiting_load(0)}, "admission": {}}), 1)
     assert (row["DUE"], row["SERVED"], row["WHY"]) == ("100%", "-", "")
-    (row,) = cells(tenant_rows({"tenants": {}, "admission": {"t": {"wait_s": 0.04, "refused": {"x": 1}}}}), 1)
+    (row,) = cells(
+        tenant_rows({"tenants": {}, "admission": {"t": {"wait_s": 0.04, "refused": {"x": 1}}}}), 1
+    )
     assert (row["WEIGHT"], row["DUE"], row["WAIT"], row["REFUSED"]) == ("-", "-", "none", "1 x")
 
 
@@ -197,7 +238,10 @@ async def test_without_the_admin_key_or_a_server_the_reason_is_one_line(api: Api
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("chosen", "shown"),
-    [((), "1 of 2 replicas ready, 0 gateways"), (("--server", SERVER), "0 running (0 base, 0 paused)")],
+    [
+        ((), "1 of 2 replicas ready, 0 gateways"),
+        (("--server", SERVER), "0 running (0 base, 0 paused)"),
+    ],
     ids=["servers", "engine"],
 )
 async def test_a_gateway_shows_its_servers_or_the_engine_of_one(
@@ -220,23 +264,55 @@ async def test_a_gateway_shows_its_servers_or_the_engine_of_one(
         assert first.rstrip() == f"{BASE} on cpu, float32"
     else:
         assert first.startswith("1 of 2 replicas ready, 0 gateways; 0 running")
-        assert [line.split()[:3] for line in others[2:]] == [["away", "replica", "lost"], [SERVER, "replica", "ready"]]
+        assert [line.split()[:3] for line in others[2:]] == [
+            ["away", "replica", "lost"],
+            [SERVER, "replica", "ready"],
+        ]
     assert (none.exit_code, "does not reach away" in none.output) == (1, True)
-    assert (done.exit_code, "has been away for" in done.stderr, shown in done.stdout) == (1, True, True)
+    assert (done.exit_code, "has been away for" in done.stderr, shown in done.stdout) == (
+        1,
+        True,
+        True,
+    )
 
 
 def test_many_servers_are_those_that_there_is_room_for() -> None:
-    load = {"backlog_s": 1.5, "running": 3, "waiting": 1, "in_flight": 4, "adapters": {"device": 5, "host": 6}}
+    load = {
+        "backlog_s": 1.5,
+        "running": 3,
+        "waiting": 1,
+        "in_flight": 4,
+        "adapters": {"device": 5, "host": 6},
+    }
     servers = [
-        {"name": f"srv_{index:024x}", "role": "replica", "state": "ready", "url": "http://10.0.0.1:8000", **load}
+        {
+            "name": f"srv_{index:024x}",
+            "role": "replica",
+            "state": "ready",
+            "url": "http://10.0.0.1:8000",
+            **load,
+        }
         for index in range(40)
     ]
     for width in (60, 120):
         lines = drawn({"object": "list", "data": servers}, width, 24, trouble="The server is away.")
         assert (len(lines), max(map(len, lines)) <= width) == (24, True)
-    assert lines[0] == "40 of 40 replicas ready, 0 gateways; 120 running, 40 waiting, longest backlog 1.5 s"
+    assert (
+        lines[0]
+        == "40 of 40 replicas ready, 0 gateways; 120 running, 40 waiting, longest backlog 1.5 s"
+    )
     assert lines[1] == "The server is away."
-    assert lines[-1].split()[2:] == ["ready", "3", "1", "1.5", "s", "4", "5", "6", "http://10.0.0.1:8000"]
+    assert lines[-1].split()[2:] == [
+        "ready",
+        "3",
+        "1",
+        "1.5",
+        "s",
+        "4",
+        "5",
+        "6",
+        "http://10.0.0.1:8000",
+    ]
 
 
 IGNORING = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
@@ -259,7 +335,9 @@ async def test_ctrl_c_ends_one_that_was_started_with_it_ignored_or_waits_for_its
 
     async with api.listening() as url:
         command = [*start, *MANYLORA, "top", "--interval", "0.1", "--url", url, "--key", ADMIN_KEY]
-        watch = await asyncio.create_subprocess_exec(*command, stdout=here, stderr=subprocess.PIPE, env=environment())
+        watch = await asyncio.create_subprocess_exec(
+            *command, stdout=here, stderr=subprocess.PIPE, env=environment()
+        )
         os.close(here)
         try:
             await eventually(lambda: num_written() > 0)
@@ -277,7 +355,9 @@ async def test_ctrl_c_ends_one_that_was_started_with_it_ignored_or_waits_for_its
 
 @pytest.mark.slow
 def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path) -> None:
-    with manylora_server(tmp_path, "--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1") as server:
+    with manylora_server(
+        tmp_path, "--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1"
+    ) as server:
         acme = server.tenant("acme")
         assert server.upload(acme, "pirate", DEMO_ADAPTERS / "pirate").status_code == 201
         arguments = ["--url", server.url, "--key", ADMIN_KEY]
@@ -291,7 +371,13 @@ def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path
             is_seen = threading.Event()
 
             def keep_asking() -> None:
-                body = {"model": "pirate", "prompt": "We are", "max_tokens": 200, "ignore_eos": True, "n": 4}
+                body = {
+                    "model": "pirate",
+                    "prompt": "We are",
+                    "max_tokens": 200,
+                    "ignore_eos": True,
+                    "n": 4,
+                }
                 while not is_seen.is_set():
                     assert acme.post("/v1/completions", json=body).status_code == 200
 
@@ -299,7 +385,9 @@ def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path
                 asking = pool.submit(keep_asking)
                 try:
                     deadline = time.monotonic() + 60
-                    while not re.search(r" [1-9]\d* kv, \d+ prefix, [1-9]\d* adapter", watch.stdout.readline()):
+                    while not re.search(
+                        r" [1-9]\d* kv, \d+ prefix, [1-9]\d* adapter", watch.stdout.readline()
+                    ):
                         assert time.monotonic() < deadline
                 finally:
                     is_seen.set()
@@ -308,8 +396,13 @@ def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path
             assert watch.wait(timeout=60) == 0
             assert watch.stderr.read() == ""
         shown = subprocess.run(
-            [*MANYLORA, "top", "--once", *arguments], capture_output=True, text=True, env=environment()
+            [*MANYLORA, "top", "--once", *arguments],
+            capture_output=True,
+            text=True,
+            env=environment(),
         )
         assert shown.returncode == 0, shown.stderr
-        assert re.search(r"acme/pirate@1 +device +\d+ +0 +0 +[1-9]\d* +1 +\d", shown.stdout), shown.stdout
+        assert re.search(r"acme/pirate@1 +device +\d+ +0 +0 +[1-9]\d* +1 +\d", shown.stdout), (
+            shown.stdout
+        )
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -6,4 +6,6 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-table", action="store_true", help="write what the clients do into docs/clients.md")
+    parser.addoption(
+        "--write-table", action="store_true", help="write what the clients do into docs/clients.md"
+    )

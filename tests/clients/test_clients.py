@@ -12,7 +12,13 @@ import pytest
 
 from client_table import CLIENTS, ENVIRONMENTS, HERE, NODE, Client, Row, rows, write
 from manylora.config import environment as inherited
-from manylora_server import DEMO_ADAPTERS, DEMO_MODEL, ManyloraServer, expected_answers, manylora_server
+from manylora_server import (
+    DEMO_ADAPTERS,
+    DEMO_MODEL,
+    ManyloraServer,
+    expected_answers,
+    manylora_server,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +63,10 @@ def command(client: Client) -> list[str]:
 def asked_and_known() -> dict[str, str]:
     """What the programs ask, and the answers that transformers and PEFT gave."""
     question = expected_answers()["questions"][0]
-    ids = {"PROMPT_IDS": question["prompt_token_ids"], "ANSWER_IDS": question["answer_token_ids"][ADAPTER]}
+    ids = {
+        "PROMPT_IDS": question["prompt_token_ids"],
+        "ANSWER_IDS": question["answer_token_ids"][ADAPTER],
+    }
     return {
         "MANYLORA_ADAPTER": ADAPTER,
         "MANYLORA_QUESTION": question["question"],
@@ -71,7 +80,12 @@ def asked_and_known() -> dict[str, str]:
 def run(client: Client, server: ManyloraServer, home: Path) -> list[dict[str, Any]]:
     """What the program reports of each feature."""
     key = server.tenants.get("shop", "none")
-    where = {"MANYLORA_URL": server.url, "MANYLORA_KEY": key, "MANYLORA_BASE": DEMO_MODEL.name, "HOME": str(home)}
+    where = {
+        "MANYLORA_URL": server.url,
+        "MANYLORA_KEY": key,
+        "MANYLORA_BASE": DEMO_MODEL.name,
+        "HOME": str(home),
+    }
     path = {"PATH": inherited()["PATH"]}
     done = subprocess.run(
         command(client),
@@ -87,7 +101,9 @@ def run(client: Client, server: ManyloraServer, home: Path) -> list[dict[str, An
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
-def test_a_client_does_what_the_page_says(client: Client, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_client_does_what_the_page_says(
+    client: Client, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     if not client.folder.exists():
         pytest.skip("run scripts/clients, which installs the client libraries")
     server = request.getfixturevalue("open_server" if client.is_open else "server")
@@ -98,7 +114,9 @@ def test_a_client_does_what_the_page_says(client: Client, request: pytest.Fixtur
     row = Row.of(client, [line["feature"] for line in lines])
     if request.config.getoption("--write-table", default=False):
         write(row)
-    assert rows()[client.name].without_version == row.without_version, "run scripts/clients --write-table"
+    assert rows()[client.name].without_version == row.without_version, (
+        "run scripts/clients --write-table"
+    )
 
 
 def test_the_page_lists_these_clients_and_no_others() -> None:

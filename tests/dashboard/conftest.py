@@ -13,7 +13,13 @@ from manylora_server import DEMO_ADAPTERS, ManyloraServer, manylora_server
 from usage_history import History, write_history
 
 PRICES = "currency: EUR\nper_million_tokens:\n  default: {prompt: 0.20, cached: 0.05, completion: 0.60}\n"
-OWNERS = {"haiku": "atelier", "french": "atelier", "shout": "harbour", "pirate": "harbour", "json": "harbour"}
+OWNERS = {
+    "haiku": "atelier",
+    "french": "atelier",
+    "shout": "harbour",
+    "pirate": "harbour",
+    "json": "harbour",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

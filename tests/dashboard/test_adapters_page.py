@@ -51,11 +51,16 @@ def many(page: Page, atelier: httpx.Client, server: ManyloraServer) -> Iterator[
     assert atelier.delete("/v1/adapters/many").status_code in (204, 404)
 
 
-def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client, server: ManyloraServer) -> None:
+def test_the_list_shows_the_figures_of_the_api(
+    page: Page, atelier: httpx.Client, server: ManyloraServer
+) -> None:
     sign_in(page, server.tenants["atelier"], "/adapters")
     expect(cell(page, "atelier/haiku", "requests")).to_have_text(re.compile(r"^\d+$"))
     usage, latency = (
-        {one["adapter"]: one for one in atelier.get(path, params={"group_by": "adapter"}).json()["data"]}
+        {
+            one["adapter"]: one
+            for one in atelier.get(path, params={"group_by": "adapter"}).json()["data"]
+        }
         for path in ("/v1/usage", "/v1/usage/latency")
     )
     adapters = [one for one in atelier.get(LIST).json()["data"] if one["name"] in usage]
@@ -78,7 +83,11 @@ def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client
 def test_search_filter_and_sort_stand_in_the_address(page: Page, server: ManyloraServer) -> None:
     sign_in(page, ADMIN_KEY, "/adapters")
     adapters = server.admin.get(f"{LIST}&tenant=*").json()["data"]
-    assert set(shown(page)) == {one["name"] for one in adapters} >= {"haiku", "french", "shout", "pirate", "json"}
+    assert (
+        set(shown(page))
+        == {one["name"] for one in adapters}
+        >= {"haiku", "french", "shout", "pirate", "json"}
+    )
     page.get_by_role("button", name="Rank").click()
     expect(page).to_have_url(re.compile("sort=-rank"))
     ranks = {one["name"]: one["rank"] for one in adapters}
@@ -99,13 +108,17 @@ def test_search_filter_and_sort_stand_in_the_address(page: Page, server: Manylor
     page.go_back()
     expect(page.locator("tr[data-key]")).to_have_count(len(adapters))
     page.get_by_label("Tenant").select_option("harbour")
-    expect(page.locator("tr[data-key]")).to_have_count(sum(one["tenant"] == "harbour" for one in adapters))
+    expect(page.locator("tr[data-key]")).to_have_count(
+        sum(one["tenant"] == "harbour" for one in adapters)
+    )
     page.get_by_role("link", name="shout").click()
     expect(page).to_have_url(re.compile(r"/adapters/shout\?tenant=harbour"))
     expect(page.get_by_role("heading", level=1)).to_contain_text("shout")
 
 
-def test_a_key_that_may_only_call_looks_and_does_not_change(page: Page, server: ManyloraServer) -> None:
+def test_a_key_that_may_only_call_looks_and_does_not_change(
+    page: Page, server: ManyloraServer
+) -> None:
     sign_in(page, server.new_key("atelier", scopes=["infer"]), "/adapters")
     assert {"french", "haiku"} <= set(shown(page))
     expect(page.get_by_text("this key lacks the scope adapters")).to_be_visible()
@@ -191,7 +204,9 @@ def test_description_pin_grant_and_deletion(
     page.get_by_label("Other tenant").fill("harbour")
     page.get_by_role("button", name="Grant", exact=True).click()
     expect(page.get_by_role("alert")).to_contain_text("ten_")
-    page.get_by_label("Other tenant").fill(server.tenant("harbour").get("/v1/me").json()["tenant"]["id"])
+    page.get_by_label("Other tenant").fill(
+        server.tenant("harbour").get("/v1/me").json()["tenant"]["id"]
+    )
     page.get_by_role("button", name="Grant", exact=True).click()
     expect(page.locator('tr[data-key="harbour "]')).to_contain_text("atelier/many")
     adapter = atelier.get("/v1/adapters/many").json()
@@ -203,7 +218,10 @@ def test_description_pin_grant_and_deletion(
     row(page, "2").get_by_role("button", name="Delete version 2").click()
     page.get_by_role("button", name="Delete it").click()
     expect(row(page, "2")).to_have_count(0)
-    assert [one["version"] for one in atelier.get("/v1/adapters/many/versions").json()["data"]] == [3, 1]
+    assert [one["version"] for one in atelier.get("/v1/adapters/many/versions").json()["data"]] == [
+        3,
+        1,
+    ]
     page.get_by_role("button", name="Delete", exact=True).first.click()
     page.get_by_role("button", name="Delete it").click()
     expect(page).to_have_url(re.compile("/adapters$"))

@@ -8,7 +8,15 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
-from browser import DESKTOP, PHONE, Watch, grave_findings, grave_findings_in_the_dark, sign_in, watched_page
+from browser import (
+    DESKTOP,
+    PHONE,
+    Watch,
+    grave_findings,
+    grave_findings_in_the_dark,
+    sign_in,
+    watched_page,
+)
 from manylora_server import ADMIN_KEY, ManyloraServer
 
 PAGES = (
@@ -35,8 +43,12 @@ def ask(page: Page) -> None:
     page.get_by_label("Prompt", exact=True).fill("Where is my order?")
     page.keyboard.press("Control+Enter")
     expect(page.locator(".exchange[data-state=done]")).to_have_count(4)
-    lefts = page.locator(".talk").evaluate_all("all => all.map((one) => one.getBoundingClientRect().left)")
-    assert len(set(lefts)) == (1 if page.viewport_size == {"width": PHONE[0], "height": PHONE[1]} else 4)
+    lefts = page.locator(".talk").evaluate_all(
+        "all => all.map((one) => one.getBoundingClientRect().left)"
+    )
+    assert len(set(lefts)) == (
+        1 if page.viewport_size == {"width": PHONE[0], "height": PHONE[1]} else 4
+    )
 
 
 def open_filter(page: Page) -> None:
@@ -67,7 +79,9 @@ def settle(page: Page, path: str) -> None:
 
 def flaws(page: Page, size: tuple[int, int]) -> list[str]:
     """What is wrong with what is shown, and on a desk also by night: the colours are all that differs."""
-    with suppress(PlaywrightTimeout):  # a chart has its width only after what is around it has its own
+    with suppress(
+        PlaywrightTimeout
+    ):  # a chart has its width only after what is around it has its own
         page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=3000)
     found = grave_findings(page)
     if size == DESKTOP:
@@ -157,7 +171,9 @@ def test_names_that_every_object_has_choose_nothing(admin: Page, name: str) -> N
     assert admin.url.endswith(f"measure={name}&code=python")
 
 
-def test_a_badly_written_name_is_one_that_nothing_has(admin: Page, watched: tuple[Page, Watch]) -> None:
+def test_a_badly_written_name_is_one_that_nothing_has(
+    admin: Page, watched: tuple[Page, Watch]
+) -> None:
     watched[1].allowed.add(404)
     admin.goto("/adapters/%zz?tenant=harbour")
     expect(admin.get_by_text("There is no adapter %zz here.")).to_be_visible()
@@ -168,7 +184,9 @@ def test_a_badly_written_name_is_one_that_nothing_has(admin: Page, watched: tupl
 @pytest.mark.parametrize(("path", "otherwise"), [("/", "24h"), ("/usage", "30d")])
 def test_a_range_of_centuries_is_cut_to_years(admin: Page, path: str, otherwise: str) -> None:
     admin.goto(f"{path}?start=0202-01-01&end=2026-11-22&tz=UTC")
-    expect(admin.get_by_text("Shown from 2023-11-21 on, because at most three years can be shown.")).to_be_visible()
+    expect(
+        admin.get_by_text("Shown from 2023-11-21 on, because at most three years can be shown.")
+    ).to_be_visible()
     assert admin.locator("g.bar").count() <= 3 * 366
     for end in ("0203-01-01", "99999-01-01", "+275760-09-13"):
         admin.goto(f"{path}?start=0202-01-01&end={end}&tz=UTC")

@@ -16,7 +16,11 @@ from many_usage import ADAPTERS, DAYS, PATHS, fill
 from manylora_server import ADMIN_KEY, ManyloraServer, manylora_server
 
 EVENTS = 4_000
-MOST_REQUESTS, MOST_BYTES, MOST_ROWS = 11, 600_000, 101  # the overview asks six times, and five for the range before
+MOST_REQUESTS, MOST_BYTES, MOST_ROWS = (
+    11,
+    600_000,
+    101,
+)  # the overview asks six times, and five for the range before
 ASKED = """() => {
     const asked = performance.getEntriesByType("resource").filter((each) => each.name.includes("/v1/"));
     return [asked.length, asked.reduce((sum, each) => sum + each.decodedBodySize, 0)];
@@ -27,12 +31,18 @@ ASKED = """() => {
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
     folder = tmp_path_factory.mktemp("many")
     with ThreadPoolExecutor(1) as own_loop:  # the browser's driver holds this thread's
-        own_loop.submit(asyncio.run, fill(folder / "data", ADMIN_KEY, datetime.now(UTC), EVENTS)).result()
-    with manylora_server(folder, "--served-model-name", "manylora-demo", MANYLORA_MEMORY__POISON="false") as running:
+        own_loop.submit(
+            asyncio.run, fill(folder / "data", ADMIN_KEY, datetime.now(UTC), EVENTS)
+        ).result()
+    with manylora_server(
+        folder, "--served-model-name", "manylora-demo", MANYLORA_MEMORY__POISON="false"
+    ) as running:
         yield running
 
 
-def test_every_page_asks_for_little_and_draws_few_rows(busy: ManyloraServer, browser: Browser) -> None:
+def test_every_page_asks_for_little_and_draws_few_rows(
+    busy: ManyloraServer, browser: Browser
+) -> None:
     start = int(time.time()) - (DAYS + 1) * 86_400  # the usage was written a while ago
     totals = busy.admin.get("/v1/usage", params={"start": start}).json()["totals"]
     assert totals["requests"] == EVENTS
@@ -43,12 +53,17 @@ def test_every_page_asks_for_little_and_draws_few_rows(busy: ManyloraServer, bro
             page.goto(path, wait_until="commit")
             wait_until_shown(page)
             found = (*page.evaluate(ASKED), page.locator("tr").count())
-            if any(number > most for number, most in zip(found, (MOST_REQUESTS, MOST_BYTES, MOST_ROWS), strict=True)):
+            if any(
+                number > most
+                for number, most in zip(found, (MOST_REQUESTS, MOST_BYTES, MOST_ROWS), strict=True)
+            ):
                 too_much[path] = found
     assert too_much == {}
 
 
-def test_of_500_adapters_50_are_drawn_and_all_searched(busy: ManyloraServer, browser: Browser) -> None:
+def test_of_500_adapters_50_are_drawn_and_all_searched(
+    busy: ManyloraServer, browser: Browser
+) -> None:
     with watched_page(browser, busy.url) as (page, _):
         sign_in(page, ADMIN_KEY, "/adapters?range=90d")
         rows = page.locator("tr[data-key]")

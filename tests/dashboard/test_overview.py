@@ -51,7 +51,9 @@ def change(now: float, before: float) -> str:
 
 
 def errors(answer: dict[str, Any]) -> int:
-    return int(sum(row["requests"] for row in answer["data"] if row["status"] in ("error", "interrupted")))
+    return int(
+        sum(row["requests"] for row in answer["data"] if row["status"] in ("error", "interrupted"))
+    )
 
 
 def test_tiles_show_the_totals_of_the_api_and_their_change(
@@ -60,7 +62,9 @@ def test_tiles_show_the_totals_of_the_api_and_their_change(
     client = server.tenant(NORTH)
     sign_in(page, server.tenants[NORTH], THERE)
     wait_for_figures(page)
-    now, then = (history.usage(client, **span, group_by="status") for span in (history.span, history.before))
+    now, then = (
+        history.usage(client, **span, group_by="status") for span in (history.span, history.before)
+    )
     totals, before = now["totals"], then["totals"]
     assert totals["requests"] > 100
     for label in ("Requests", "Prompt tokens", "Cached tokens", "Completion tokens"):
@@ -71,15 +75,21 @@ def test_tiles_show_the_totals_of_the_api_and_their_change(
         expect(tone).to_have_class(re.compile("good" if totals[name] > before[name] else "bad"))
     failed = errors(now) / totals["requests"]
     aborted = sum(row["requests"] for row in now["data"] if row["status"] == "aborted")
-    expect(stat(page, "Errors")).to_contain_text(f"{errors(now)} of {totals['requests']}; {aborted} aborted by clients")
+    expect(stat(page, "Errors")).to_contain_text(
+        f"{errors(now)} of {totals['requests']}; {aborted} aborted by clients"
+    )
     expect(stat(page, "Errors").locator(".stat-value")).to_have_text(percent(failed))
     worse = failed > errors(then) / before["requests"]
-    expect(stat(page, "Errors").locator(".stat-change")).to_have_class(re.compile("bad" if worse else "good"))
+    expect(stat(page, "Errors").locator(".stat-change")).to_have_class(
+        re.compile("bad" if worse else "good")
+    )
     in_use = len({event["adapter"] for event in history.events(client) if event["adapter"]})
     expect(stat(page, "Adapters in use").locator(".stat-value")).to_have_text(str(in_use))
     share = percent(totals["cached_tokens"] / totals["prompt_tokens"])
     expect(stat(page, "Cached tokens")).to_contain_text(f"{share} of the prompt tokens")
-    expect(stat(page, "Cost").locator(".stat-value")).to_have_attribute("title", f"{totals['cost']} EUR")
+    expect(stat(page, "Cost").locator(".stat-value")).to_have_attribute(
+        "title", f"{totals['cost']} EUR"
+    )
     expect(stat(page, "Cost").locator(".stat-change")).not_to_have_class(re.compile("good|bad"))
 
 
@@ -108,24 +118,33 @@ def test_arrow_keys_tell_what_a_bar_is_made_of(signed_in: Page) -> None:
     expect(chart.get_by_role("status")).to_have_count(0)
 
 
-def test_top_tables_and_their_links(signed_in: Page, server: ManyloraServer, history: History) -> None:
+def test_top_tables_and_their_links(
+    signed_in: Page, server: ManyloraServer, history: History
+) -> None:
     def figures(name: str) -> list[list[int]]:
         rows = signed_in.get_by_role("table", name=name).locator("tbody tr")
         return [
-            row.locator("[data-exact]").evaluate_all("all => all.map((one) => Number(one.dataset.exact))")
+            row.locator("[data-exact]").evaluate_all(
+                "all => all.map((one) => Number(one.dataset.exact))"
+            )
             for row in rows.all()
         ]
 
     def told(**question: Any) -> list[list[int]]:
         rows = history.usage(server.admin, top=10, **question)["data"]
-        return [[row[name] for name in ("requests", "prompt_tokens", "completion_tokens")] for row in rows]
+        return [
+            [row[name] for name in ("requests", "prompt_tokens", "completion_tokens")]
+            for row in rows
+        ]
 
     assert figures("Top tenants") == told(group_by="tenant")
     assert figures("Top adapters") == told(group_by="tenant,adapter")
     top = history.usage(server.admin, group_by="tenant,adapter", top=10)["data"]
     rows = signed_in.get_by_role("table", name="Top adapters").locator("tbody tr")
     first = next(row for row in top if row["adapter"])
-    link = rows.filter(has_text=first["tenant"]).get_by_role("link", name=first["adapter"], exact=True)
+    link = rows.filter(has_text=first["tenant"]).get_by_role(
+        "link", name=first["adapter"], exact=True
+    )
     kept = {**PLACE, "tenant": first["tenant"]}
     assert link.get_attribute("href") == f"/adapters/{first['adapter']}?{urlencode(kept)}"
     signed_in.get_by_role("combobox", name=re.compile("^Tenant")).select_option(first["tenant"])

@@ -17,7 +17,13 @@ from browser import Watch, sign_in, watched_page
 from idleness import wait_until
 from long_model import LONG_ANSWER, long_model
 from manylora.config import environment
-from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer, expected_answers, manylora_server
+from manylora_server import (
+    ADMIN_KEY,
+    DEMO_ADAPTERS,
+    ManyloraServer,
+    expected_answers,
+    manylora_server,
+)
 
 QUESTION, FOLLOW_UP = (one["question"] for one in expected_answers()["questions"][:2])
 ANSWERS = expected_answers()["questions"][0]["answers"]
@@ -25,7 +31,9 @@ FOUR = ("manylora-demo", "pirate", "shout", "json")
 
 
 def address(*models: str, more: str = "") -> str:
-    return "/playground?" + "&".join([*(f"model={model}" for model in models), *([more] if more else [])])
+    return "/playground?" + "&".join(
+        [*(f"model={model}" for model in models), *([more] if more else [])]
+    )
 
 
 def column(page: Page, model: str) -> Locator:
@@ -66,7 +74,11 @@ def code(page: Page, model: str, language: str) -> str:
 
 def run(command: list[str], server: ManyloraServer, key: str) -> str:
     done = subprocess.run(
-        command, env={**environment(), "MANYLORA_KEY": key, "no_proxy": "*"}, capture_output=True, text=True, timeout=60
+        command,
+        env={**environment(), "MANYLORA_KEY": key, "no_proxy": "*"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -76,7 +88,9 @@ def sent(request: Request) -> dict[str, Any]:
     return dict(request.post_data_json or {})
 
 
-def test_the_base_and_its_adapters_answer_each_in_their_way(page: Page, server: ManyloraServer) -> None:
+def test_the_base_and_its_adapters_answer_each_in_their_way(
+    page: Page, server: ManyloraServer
+) -> None:
     sign_in(page, server.tenants["harbour"], address(*FOUR))
     ask(page, QUESTION)
     for model in FOUR:
@@ -85,7 +99,9 @@ def test_the_base_and_its_adapters_answer_each_in_their_way(page: Page, server: 
         expect(exchange.locator('[data-figure="adapter"]')).to_have_text(by)
         event = last_event(server, "" if model == "manylora-demo" else model)
         shown = [figure(exchange, name) for name in ("in", "cached", "out")]
-        assert shown == [event[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
+        assert shown == [
+            event[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
+        ]
         assert event["status"] == "stop"
         if model != "manylora-demo":
             state = exchange.locator('[data-figure="residency"]').get_attribute("data-state")
@@ -126,7 +142,10 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer
     options = ("--dtype", "float32", "--memory-gib", "0.25")
     with manylora_server(folder, *options, model=long_model(folder / "long")) as running:
         for name in ("pirate", "shout"):
-            assert running.upload(running.tenant("harbour"), name, DEMO_ADAPTERS / name).status_code == 201
+            assert (
+                running.upload(running.tenant("harbour"), name, DEMO_ADAPTERS / name).status_code
+                == 201
+            )
         yield running
 
 
@@ -134,22 +153,37 @@ def event_of(server: ManyloraServer, response: Response) -> dict[str, Any]:
     """What the ledger has of this request, once it has it: it is recorded after the client has left."""
 
     def found() -> list[dict[str, Any]]:
-        events = server.tenant("harbour").get("/v1/usage/events", params={"limit": 10_000}).json()["data"]
-        return [event for event in events if event["request_id"] == response.headers["x-request-id"]]
+        events = (
+            server.tenant("harbour")
+            .get("/v1/usage/events", params={"limit": 10_000})
+            .json()["data"]
+        )
+        return [
+            event for event in events if event["request_id"] == response.headers["x-request-id"]
+        ]
 
     wait_until(found)
     return found()[0]
 
 
 @pytest.mark.parametrize("button", ["Stop all", "Stop pirate"])
-def test_a_stopped_answer_is_aborted_in_the_ledger(browser: Browser, endless: ManyloraServer, button: str) -> None:
+def test_a_stopped_answer_is_aborted_in_the_ledger(
+    browser: Browser, endless: ManyloraServer, button: str
+) -> None:
     with watched_page(browser, endless.url) as (page, _):
-        sign_in(page, endless.tenants["harbour"], address("pirate", "shout", more=f"max_tokens={LONG_ANSWER}"))
+        sign_in(
+            page,
+            endless.tenants["harbour"],
+            address("pirate", "shout", more=f"max_tokens={LONG_ANSWER}"),
+        )
         endlessly = {"ignore_eos": True}  # the page has no field for it
         page.route(
-            "**/v1/chat/completions", lambda route: route.continue_(post_data={**sent(route.request), **endlessly})
+            "**/v1/chat/completions",
+            lambda route: route.continue_(post_data={**sent(route.request), **endlessly}),
         )
-        with page.expect_response(lambda response: sent(response.request).get("model") == "pirate") as answering:
+        with page.expect_response(
+            lambda response: sent(response.request).get("model") == "pirate"
+        ) as answering:
             ask(page, "Tell me everything")
         exchange = column(page, "pirate").locator(".exchange")
         expect(exchange.locator('[data-figure="out"]')).to_be_visible()
@@ -160,7 +194,9 @@ def test_a_stopped_answer_is_aborted_in_the_ledger(browser: Browser, endless: Ma
         assert event["status"] == "aborted"
         assert 0 < figure(exchange, "out") <= event["completion_tokens"] < LONG_ANSWER
         if button == "Stop pirate":
-            expect(column(page, "shout").locator(".exchange")).to_have_attribute("data-state", "coming")
+            expect(column(page, "shout").locator(".exchange")).to_have_attribute(
+                "data-state", "coming"
+            )
             page.get_by_role("button", name="Stop shout").click()
         expect(page.get_by_role("button", name="Clear all")).to_be_enabled()
 
@@ -175,7 +211,9 @@ def run_shown(page: Page, model: str, server: ManyloraServer, key: str, folder: 
     return [by_curl.strip(), run([sys.executable, str(script)], server, key).strip()]
 
 
-def test_the_shown_calls_run_and_answer_the_same(page: Page, server: ManyloraServer, tmp_path: Path) -> None:
+def test_the_shown_calls_run_and_answer_the_same(
+    page: Page, server: ManyloraServer, tmp_path: Path
+) -> None:
     sign_in(page, server.tenants["harbour"], address("pirate", "json", more="seed=3&max_tokens=40"))
     ask(page, "What's \"$HOME\"?\nIt's \\ mine, ça va")
     for model in ("pirate", "json"):
@@ -184,7 +222,9 @@ def test_the_shown_calls_run_and_answer_the_same(page: Page, server: ManyloraSer
         assert '"seed": 3' in code(page, model, "curl")
 
 
-def test_an_admin_acts_for_the_chosen_tenant(page: Page, server: ManyloraServer, tmp_path: Path) -> None:
+def test_an_admin_acts_for_the_chosen_tenant(
+    page: Page, server: ManyloraServer, tmp_path: Path
+) -> None:
     sign_in(page, ADMIN_KEY, "/playground?tenant=atelier")
     expect(page.locator(".talk")).to_have_count(3)
     assert {one.get_attribute("data-model") for one in page.locator(".talk").all()} == {
@@ -214,7 +254,9 @@ def test_an_admin_of_all_tenants_names_them(page: Page) -> None:
     answered(page, "harbour/json", ANSWERS["json"])
 
 
-def test_what_is_refused_is_said_in_its_column(watched: tuple[Page, Watch], server: ManyloraServer) -> None:
+def test_what_is_refused_is_said_in_its_column(
+    watched: tuple[Page, Watch], server: ManyloraServer
+) -> None:
     page, watch = watched
     watch.allowed = {404}
     sign_in(page, server.tenants["harbour"], address("pirat", "json"))
@@ -246,7 +288,12 @@ def test_the_address_keeps_all_choices(page: Page, server: ManyloraServer) -> No
     page.reload()
     expect(page.locator(".talk")).to_have_count(3)
     assert [one.get_attribute("data-model") for one in page.locator(".talk").all()] == models
-    for label, value in {"Max tokens": "33", "Temperature": "0.5", "Seed": "12", "System prompt": "Be brief."}.items():
+    for label, value in {
+        "Max tokens": "33",
+        "Temperature": "0.5",
+        "Seed": "12",
+        "System prompt": "Be brief.",
+    }.items():
         expect(page.get_by_label(label)).to_have_value(value)
     expect(page.get_by_label("Prompt", exact=True)).to_have_value("Hello & welcome")
     page.go_back()
@@ -258,11 +305,20 @@ def test_a_model_without_a_chat_template_is_asked_for_completions(
 ) -> None:
     page, watch = watched
     watch.allowed = {400}
-    error = {"message": "This model has no chat template.", "type": "x", "param": None, "code": "no_chat_template"}
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": error}))
+    error = {
+        "message": "This model has no chat template.",
+        "type": "x",
+        "param": None,
+        "code": "no_chat_template",
+    }
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": error})
+    )
     sign_in(page, server.tenants["harbour"], address("manylora-demo", more="max_tokens=8"))
     ask(page, "We are")
-    expect(column(page, "manylora-demo").get_by_role("alert")).to_contain_text("This model has no chat template.")
+    expect(column(page, "manylora-demo").get_by_role("alert")).to_contain_text(
+        "This model has no chat template."
+    )
     page.get_by_role("button", name="Use completions instead").click()
     page.get_by_role("button", name="Send to all").click()
     assert answered(page, "manylora-demo", nth=1).locator("[data-answer]").inner_text()

@@ -18,14 +18,21 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": name,
-            "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"item": {"type": "string"}},
+                "required": ["item"],
+            },
         },
     }
     for name in ("where_is", "price_of")
 ]
 SCHEMA = {
     "type": "object",
-    "properties": {"item": {"type": "string"}, "sizes": {"type": "array", "items": {"enum": [1, 2]}}},
+    "properties": {
+        "item": {"type": "string"},
+        "sizes": {"type": "array", "items": {"enum": [1, 2]}},
+    },
     "required": ["item"],
     "additionalProperties": False,
 }
@@ -52,7 +59,11 @@ ANSWERED: list[dict[str, Any]] = [
         "role": "assistant",
         "content": None,
         "tool_calls": [
-            {"id": call, "type": "function", "function": {"name": name, "arguments": '{"item": "scarf"}'}}
+            {
+                "id": call,
+                "type": "function",
+                "function": {"name": name, "arguments": '{"item": "scarf"}'},
+            }
             for call, name in (("call_a", "where_is"), ("call_b", "price_of"))
         ],
     },
@@ -64,10 +75,14 @@ ANSWERED: list[dict[str, Any]] = [
 def streamed(deltas: list[dict[str, Any]]) -> str:
     """The body of a stream, as the API writes it."""
     finish = "tool_calls" if any("tool_calls" in delta for delta in deltas) else "stop"
-    choices: list[list[dict[str, Any]]] = [[{"index": 0, "delta": delta, "finish_reason": None}] for delta in deltas]
+    choices: list[list[dict[str, Any]]] = [
+        [{"index": 0, "delta": delta, "finish_reason": None}] for delta in deltas
+    ]
     choices.append([{"index": 0, "delta": {}, "finish_reason": finish}])
     usage = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14}
-    chunks = [{"object": "chat.completion.chunk", "choices": choice, "usage": usage} for choice in choices]
+    chunks = [
+        {"object": "chat.completion.chunk", "choices": choice, "usage": usage} for choice in choices
+    ]
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
@@ -75,13 +90,17 @@ def sent(request: Request) -> dict[str, Any]:
     return dict(request.post_data_json or {})
 
 
-def answer_with(page: Page, answer: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def answer_with(
+    page: Page, answer: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """Answer each request of the page from its messages; returns the list into which the bodies go."""
     bodies: list[dict[str, Any]] = []
 
     def fulfil(route: Route) -> None:
         bodies.append(sent(route.request))
-        route.fulfill(content_type="text/event-stream", body=streamed(answer(bodies[-1]["messages"])))
+        route.fulfill(
+            content_type="text/event-stream", body=streamed(answer(bodies[-1]["messages"]))
+        )
 
     page.route("**/v1/chat/completions", fulfil)
     return bodies
@@ -132,7 +151,9 @@ def test_calls_are_shown_and_their_results_go_back(page: Page, server: ManyloraS
     assert bodies[2]["messages"] == [*ANSWERED, final, {"role": "user", "content": "And the rug?"}]
 
 
-def test_calls_that_nobody_answered_leave_the_conversation(page: Page, server: ManyloraServer) -> None:
+def test_calls_that_nobody_answered_leave_the_conversation(
+    page: Page, server: ManyloraServer
+) -> None:
     bodies = answer_with(page, answer_calls)
     open_playground(page, server, tools=TOOLS)
     ask(page, ASKED["content"])
@@ -188,7 +209,10 @@ def test_what_is_wrong_is_said_before_it_is_sent(
         ('{"sizes": []}', 'The answer lacks "item".'),
         ('{"item": "scarf", "colour": "red"}', 'The answer has an unknown "colour".'),
         ('{"item": 3}', "The answer.item is not of type string."),
-        ('{"item": "scarf", "sizes": [1, 3]}', "The answer.sizes[1] has a value that the schema does not list."),
+        (
+            '{"item": "scarf", "sizes": [1, 3]}',
+            "The answer.sizes[1] has a value that the schema does not list.",
+        ),
     ],
 )
 def test_an_answer_says_whether_it_fits_the_schema(

@@ -16,13 +16,27 @@ def menu(page: Page) -> list[str]:
 
 def test_the_admin_signs_in_with_the_key_and_out_again(page: Page) -> None:
     sign_in(page, ADMIN_KEY)
-    assert menu(page) == ["Overview", "Usage", "Adapters", "Live", "Playground", "Tenants", "Audit log"]
+    assert menu(page) == [
+        "Overview",
+        "Usage",
+        "Adapters",
+        "Live",
+        "Playground",
+        "Tenants",
+        "Audit log",
+    ]
     assert page.evaluate("document.cookie") == ""
     (cookie,) = page.context.cookies()
     assert re.fullmatch(r"manylora_session_\d+", str(cookie.get("name")))
-    assert (cookie.get("httpOnly"), cookie.get("sameSite"), cookie.get("path")) == (True, "Strict", "/")
+    assert (cookie.get("httpOnly"), cookie.get("sameSite"), cookie.get("path")) == (
+        True,
+        "Strict",
+        "/",
+    )
     page.reload()
-    page.wait_for_load_state("networkidle")  # else answers to this page's questions come after the end of the session
+    page.wait_for_load_state(
+        "networkidle"
+    )  # else answers to this page's questions come after the end of the session
     page.get_by_role("button", name="Sign out").click()
     expect(page.get_by_label("Key", exact=True)).to_be_visible()
     assert page.context.cookies() == []
@@ -39,7 +53,9 @@ def test_a_tenant_sees_no_page_for_admins(page: Page, server: ManyloraServer) ->
     assert page.get_by_label("Tenant", exact=True).count() == 0
 
 
-@pytest.mark.parametrize(("path", "has", "lacks"), [("/", "infer", "usage"), ("/playground", "usage", "infer")])
+@pytest.mark.parametrize(
+    ("path", "has", "lacks"), [("/", "infer", "usage"), ("/playground", "usage", "infer")]
+)
 def test_a_key_without_the_scope_of_a_page_is_told_so(
     page: Page, server: ManyloraServer, path: str, has: str, lacks: str
 ) -> None:
@@ -65,9 +81,13 @@ def test_a_wrong_key_says_so_and_a_key_with_spaces_is_not_sent(watched: tuple[Pa
 
 
 def test_the_link_printed_at_start_signs_in_once(browser: Browser, server: ManyloraServer) -> None:
-    printed = re.search(r"^manylora: dashboard (\S+/#link=)\S+ ", server.log.read_text(), re.MULTILINE)
+    printed = re.search(
+        r"^manylora: dashboard (\S+/#link=)\S+ ", server.log.read_text(), re.MULTILINE
+    )
     assert printed is not None
-    link = printed[1] + server.admin.post("/v1/session/links").json()["link"]  # the printed one may be too old by now
+    link = (
+        printed[1] + server.admin.post("/v1/session/links").json()["link"]
+    )  # the printed one may be too old by now
     with watched_page(browser, server.url) as (page, _):
         page.goto(link)
         expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
@@ -78,11 +98,15 @@ def test_the_link_printed_at_start_signs_in_once(browser: Browser, server: Manyl
         expect(page.get_by_role("alert")).to_contain_text("This link has been used, or is too old")
 
 
-def test_a_link_takes_no_open_session_away(watched: tuple[Page, Watch], server: ManyloraServer) -> None:
+def test_a_link_takes_no_open_session_away(
+    watched: tuple[Page, Watch], server: ManyloraServer
+) -> None:
     """Else who sends a link has others work in a session of the sender's."""
     page, watch = watched
     watch.allowed = {409}
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {server.tenants['harbour']}"}) as other:
+    with httpx.Client(
+        base_url=server.url, headers={"Authorization": f"Bearer {server.tenants['harbour']}"}
+    ) as other:
         link = f"{server.url}/#link={other.post('/v1/session/links').json()['link']}"
     sign_in(page, server.tenants["atelier"])
     page.goto("about:blank")
@@ -104,7 +128,9 @@ def test_a_session_that_ends_leads_back_to_the_sign_in(
     watch.allowed = {401}
     made = server.admin.post("/v1/tenants/harbour/keys", json={"name": "soon gone"}).json()
     sign_in(page, made["key"], "/adapters")
-    page.wait_for_load_state("networkidle")  # else a first question of this page may find out before the click
+    page.wait_for_load_state(
+        "networkidle"
+    )  # else a first question of this page may find out before the click
     if how == "revoked":
         assert server.admin.delete(f"/v1/keys/{made['id']}").status_code == 204
     else:
@@ -113,12 +139,16 @@ def test_a_session_that_ends_leads_back_to_the_sign_in(
     expect(page.get_by_label("Key", exact=True)).to_be_visible()
 
 
-def test_the_page_runs_under_a_policy_that_lets_nothing_else_in(watched: tuple[Page, Watch]) -> None:
+def test_the_page_runs_under_a_policy_that_lets_nothing_else_in(
+    watched: tuple[Page, Watch],
+) -> None:
     page, watch = watched
     sign_in(page, ADMIN_KEY)
     page.wait_for_load_state("networkidle")
     assert watch.said == []
-    page.evaluate("document.head.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
+    page.evaluate(
+        "document.head.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))"
+    )
     assert page.evaluate("window.ran") is None
     (said,) = watch.said
     assert "Content Security Policy" in said

@@ -37,7 +37,9 @@ def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(
     for name in ("atelier", "harbour"):
         used = server.admin.get("/v1/usage", params={"tenant": name}).json()["totals"]
         for column in ("requests", "prompt_tokens", "completion_tokens"):
-            expect(row(page, name).locator(f"[data-column={column}]")).to_have_text(f"{used[column]:,}")
+            expect(row(page, name).locator(f"[data-column={column}]")).to_have_text(
+                f"{used[column]:,}"
+            )
     page.get_by_role("button", name="New tenant").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name").fill("New Tenant")
@@ -88,7 +90,9 @@ def test_a_key_is_shown_once_works_and_works_no_more_when_revoked(
     assert status(server, secret) == 401
 
 
-def test_a_key_is_rotated_with_a_grace_and_changed(page: Page, server: ManyloraServer, tenant: str) -> None:
+def test_a_key_is_rotated_with_a_grace_and_changed(
+    page: Page, server: ManyloraServer, tenant: str
+) -> None:
     before = server.new_key(tenant)
     sign_in(page, ADMIN_KEY, f"/tenants/{tenant}")
     page.get_by_role("button", name="Rotate test").click()
@@ -109,8 +113,14 @@ def test_a_key_is_rotated_with_a_grace_and_changed(page: Page, server: ManyloraS
 
 
 @pytest.mark.parametrize("width", [1280, 1024])
-def test_the_keys_fit_their_card(browser: Browser, server: ManyloraServer, tenant: str, width: int) -> None:
-    server.new_key(tenant, name="everything", limits={"requests_per_minute": 600, "tokens_per_month": 2_000_000})
+def test_the_keys_fit_their_card(
+    browser: Browser, server: ManyloraServer, tenant: str, width: int
+) -> None:
+    server.new_key(
+        tenant,
+        name="everything",
+        limits={"requests_per_minute": 600, "tokens_per_month": 2_000_000},
+    )
     server.new_key(tenant, name="a-robot-with-a-long-name", expires_at="2100-01-01T00:00:00Z")
     with watched_page(browser, server.url, size=(width, 900)) as (page, _):
         sign_in(page, ADMIN_KEY, f"/tenants/{tenant}")
@@ -124,7 +134,9 @@ def test_the_keys_fit_their_card(browser: Browser, server: ManyloraServer, tenan
         assert wide == []
 
 
-def test_changes_stand_in_the_audit_log_by_tenant(page: Page, server: ManyloraServer, tenant: str) -> None:
+def test_changes_stand_in_the_audit_log_by_tenant(
+    page: Page, server: ManyloraServer, tenant: str
+) -> None:
     server.new_key(tenant)
     sign_in(page, ADMIN_KEY, f"/audit?tenant={tenant}")
     rows = page.get_by_role("table", name="Changes").locator("tbody tr")
@@ -145,5 +157,7 @@ def test_a_tenant_sees_its_key_and_what_is_taken_of_its_limits(
     with watched_page(browser, server.url) as (page, _):
         sign_in(page, key, "/account")
         expect(page.locator("[data-limit=requests_per_minute]").last).to_contain_text("1 of 5")
-        expect(page.locator("[data-limit=tokens_per_month]").first).to_contain_text(f"{used} of 1,000")
+        expect(page.locator("[data-limit=tokens_per_month]").first).to_contain_text(
+            f"{used} of 1,000"
+        )
         expect(page.get_by_role("meter", name="Requests per minute: 20% used")).to_be_attached()

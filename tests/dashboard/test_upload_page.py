@@ -45,13 +45,17 @@ def cleared(server: ManyloraServer) -> Iterator[None]:
 def small(**fields: Any) -> Upload:
     """A sound adapter, of its own by its fields."""
     return Upload(
-        config_bytes(base_model_name_or_path="manylora-demo", **fields), good_upload(demo_ready().base).weights
+        config_bytes(base_model_name_or_path="manylora-demo", **fields),
+        good_upload(demo_ready().base).weights,
     )
 
 
 def payloads(files: Upload, *others: tuple[str, bytes]) -> list[FilePayload]:
     named = ((CONFIG, files.config), (WEIGHTS, files.weights), *others)
-    return [{"name": name, "mimeType": "application/octet-stream", "buffer": content} for name, content in named]
+    return [
+        {"name": name, "mimeType": "application/octet-stream", "buffer": content}
+        for name, content in named
+    ]
 
 
 def choose(page: Page, files: Sequence[FilePayload], name: str | None = None) -> Locator:
@@ -68,7 +72,9 @@ def send(dialog: Locator) -> None:
     dialog.get_by_role("button", name="Upload", exact=True).click()
 
 
-def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(page: Page, server: ManyloraServer) -> None:
+def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(
+    page: Page, server: ManyloraServer
+) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
     dialog = choose(page, payloads(small(lora_alpha=10), ("README.md", b"# Loud")), "chosen")
     expect(dialog.get_by_text("README.md")).to_be_visible()
@@ -87,11 +93,15 @@ def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(page: Page, ser
     expect(place).to_have_text("device")  # asked for every 5 s
 
 
-def test_files_are_dropped_anywhere_by_an_admin_for_a_tenant(page: Page, server: ManyloraServer) -> None:
+def test_files_are_dropped_anywhere_by_an_admin_for_a_tenant(
+    page: Page, server: ManyloraServer
+) -> None:
     sign_in(page, ADMIN_KEY, f"/adapters?tenant={OWNER}")
     expect(page.get_by_role("button", name="Upload adapter")).to_be_visible()
     files = small(lora_alpha=31)
-    page.evaluate(DROP, [(one["name"], base64.b64encode(one["buffer"]).decode()) for one in payloads(files)])
+    page.evaluate(
+        DROP, [(one["name"], base64.b64encode(one["buffer"]).decode()) for one in payloads(files)]
+    )
     dialog = page.get_by_role("dialog")
     expect(dialog.get_by_text(WEIGHTS).last).to_be_visible()
     expect(dialog.get_by_label("Tenant")).to_have_value(OWNER)
@@ -175,14 +185,20 @@ def test_the_next_version_is_not_current_unless_wished(page: Page, server: Manyl
         ([CONFIG, "adapter_model.bin"], "adapter_model.bin is a pickle", "safe_serialization=True"),
         (["adapter.zip"], "adapter.zip is an archive", "Unpack it"),
         ([CONFIG], f"{WEIGHTS} is missing", "Both files are needed"),
-        ([CONFIG, "a.safetensors", "b.safetensors"], "There are 2 files that could be", "Choose the one"),
+        (
+            [CONFIG, "a.safetensors", "b.safetensors"],
+            "There are 2 files that could be",
+            "Choose the one",
+        ),
     ],
 )
 def test_what_no_upload_can_be_is_said_before_it_is_sent(
     page: Page, server: ManyloraServer, names: list[str], says: str, hint: str
 ) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
-    dialog = choose(page, [{"name": name, "mimeType": "", "buffer": b"{}"} for name in names], "never")
+    dialog = choose(
+        page, [{"name": name, "mimeType": "", "buffer": b"{}"} for name in names], "never"
+    )
     expect(dialog.get_by_role("alert")).to_contain_text(says)
     expect(dialog.get_by_role("alert")).to_contain_text(hint)
     expect(dialog.get_by_role("button", name="Upload", exact=True)).to_be_disabled()
@@ -190,7 +206,9 @@ def test_what_no_upload_can_be_is_said_before_it_is_sent(
     expect(dialog.get_by_text("Lower-case letters")).to_be_visible()
 
 
-def test_a_lost_upload_is_sent_again_under_the_same_key(watched: tuple[Page, Watch], server: ManyloraServer) -> None:
+def test_a_lost_upload_is_sent_again_under_the_same_key(
+    watched: tuple[Page, Watch], server: ManyloraServer
+) -> None:
     page, watch = watched
     watch.broken = True
     sign_in(page, server.tenants[OWNER], "/adapters")
@@ -213,7 +231,9 @@ def test_a_lost_upload_is_sent_again_under_the_same_key(watched: tuple[Page, Wat
     assert keys[0] == keys[1]
 
 
-def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, server: ManyloraServer) -> None:
+def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(
+    page: Page, server: ManyloraServer
+) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
     network = page.context.new_cdp_session(page)
     slow = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 60_000}
@@ -222,7 +242,9 @@ def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, se
     dialog = choose(page, payloads(french), "slow")
     send(dialog)
     expect(dialog.get_by_role("progressbar", name="Upload")).to_be_visible()
-    expect(dialog.locator("[data-sent]")).to_have_text(re.compile(r"of 5\d\d KiB · \d+ KiB/s, about .* left"))
+    expect(dialog.locator("[data-sent]")).to_have_text(
+        re.compile(r"of 5\d\d KiB · \d+ KiB/s, about .* left")
+    )
     dialog.get_by_role("button", name="Close").last.click()
     strip = page.get_by_role("region", name="Upload")
     expect(strip).to_contain_text("Sending slow")
@@ -230,7 +252,9 @@ def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, se
     page.go_back()
     strip.get_by_role("button", name="Show").click()
     page.get_by_role("button", name="Cancel the upload").click()
-    expect(page.get_by_role("dialog").get_by_role("heading", name="Upload an adapter")).to_be_visible()
+    expect(
+        page.get_by_role("dialog").get_by_role("heading", name="Upload an adapter")
+    ).to_be_visible()
     network.send("Network.emulateNetworkConditions", {**slow, "uploadThroughput": -1})
     assert server.tenant(OWNER).get("/v1/adapters/slow").status_code == 404
 

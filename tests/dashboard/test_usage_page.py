@@ -28,7 +28,12 @@ CELLS = """rows => rows.map((row) =>
 BARS = """bars => bars.flatMap((bar) => [...bar.querySelectorAll("[data-series]")].map((part) =>
   [bar.dataset.start, part.dataset.series, Number(part.dataset.value)]))"""
 STARTS = "bars => bars.map((bar) => bar.dataset.start)"
-REFUSAL = {"message": "The database does not answer.", "code": "unavailable", "type": "server_error", "param": None}
+REFUSAL = {
+    "message": "The database does not answer.",
+    "code": "unavailable",
+    "type": "server_error",
+    "param": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +57,21 @@ def settle(page: Page) -> None:
 
 
 def table(page: Page) -> list[dict[str, str]]:
-    return list(page.get_by_role("table", name="Usage by group").locator("tbody tr").evaluate_all(CELLS))
+    return list(
+        page.get_by_role("table", name="Usage by group").locator("tbody tr").evaluate_all(CELLS)
+    )
 
 
 def total(page: Page) -> dict[str, str]:
-    return dict(page.get_by_role("table", name="Usage by group").locator("tfoot tr").evaluate_all(CELLS)[0])
+    return dict(
+        page.get_by_role("table", name="Usage by group").locator("tfoot tr").evaluate_all(CELLS)[0]
+    )
 
 
 def opener_of(page: Page, dimension: str) -> Locator:
-    return page.get_by_role("group", name="Filters").get_by_role("button", name=re.compile(f"^{dimension}"))
+    return page.get_by_role("group", name="Filters").get_by_role(
+        "button", name=re.compile(f"^{dimension}")
+    )
 
 
 def figures(row: dict[str, Any]) -> list[str]:
@@ -88,7 +99,9 @@ def test_the_table_is_the_answer_of_the_api_and_its_costs_add_up(
     show(signed_in, group="adapter", subgroup="status", tenant=NORTH)
     answer = history.usage(server.admin, group_by="adapter,status", tenant=NORTH)
     names = [(row["adapter"] or "base model", row["status"]) for row in answer["data"]]
-    expected = sorted((*name, *figures(row)) for name, row in zip(names, answer["data"], strict=True))
+    expected = sorted(
+        (*name, *figures(row)) for name, row in zip(names, answer["data"], strict=True)
+    )
     rows = table(signed_in)
     assert sorted((row["adapter"], row["status"], *shown_figures(row)) for row in rows) == expected
     assert shown_figures(total(signed_in)) == figures(answer["totals"])
@@ -100,28 +113,58 @@ def test_the_table_is_the_answer_of_the_api_and_its_costs_add_up(
 
 @pytest.mark.parametrize(
     ("metric", "rank_by"),
-    [("total_tokens", "total_tokens"), ("requests", "requests"), ("cached_tokens", "prompt_tokens")],
+    [
+        ("total_tokens", "total_tokens"),
+        ("requests", "requests"),
+        ("cached_tokens", "prompt_tokens"),
+    ],
 )
 def test_bars_are_the_top_groups_and_others(
     signed_in: Page, server: ManyloraServer, history: History, metric: str, rank_by: str
 ) -> None:
     show(signed_in, group="adapter", tenant=NORTH, top=5, metric=metric)
-    question = {"bucket": "1d", "tz": PLACE["tz"], "group_by": "adapter", "top": 5, "rank_by": rank_by}
+    question = {
+        "bucket": "1d",
+        "tz": PLACE["tz"],
+        "group_by": "adapter",
+        "top": 5,
+        "rank_by": rank_by,
+    }
     answer = history.usage(server.admin, tenant=NORTH, **question)
 
     def value(row: dict[str, Any]) -> int:
-        return int(row["prompt_tokens"] + row["completion_tokens"] if metric == "total_tokens" else row[metric])
+        return int(
+            row["prompt_tokens"] + row["completion_tokens"]
+            if metric == "total_tokens"
+            else row[metric]
+        )
 
     names = ["other" if row["other"] else json.dumps([row["adapter"]]) for row in answer["data"]]
-    expected = Counter({(row["start"][:19], name): value(row) for row, name in zip(answer["data"], names, strict=True)})
-    drawn = Counter({(start[:19], key): part for start, key, part in signed_in.locator(".bar").evaluate_all(BARS)})
+    expected = Counter(
+        {
+            (row["start"][:19], name): value(row)
+            for row, name in zip(answer["data"], names, strict=True)
+        }
+    )
+    drawn = Counter(
+        {
+            (start[:19], key): part
+            for start, key, part in signed_in.locator(".bar").evaluate_all(BARS)
+        }
+    )
     assert drawn == +expected
     assert sum(drawn.values()) == value(answer["totals"])
-    starts = [datetime.fromisoformat(start) for start in signed_in.locator(".bar").evaluate_all(STARTS)]
-    days = [datetime.combine(FIRST + timedelta(days=day), time(), ZoneInfo(ZONE)) for day in range(10)]
+    starts = [
+        datetime.fromisoformat(start) for start in signed_in.locator(".bar").evaluate_all(STARTS)
+    ]
+    days = [
+        datetime.combine(FIRST + timedelta(days=day), time(), ZoneInfo(ZONE)) for day in range(10)
+    ]
     assert starts == days, "days without usage have their place too"
     assert len({start for start, _ in drawn}) == 9
-    expect(signed_in.locator(".legend li").last).to_contain_text(f"Other ({answer['groups'] - 5} more)")
+    expect(signed_in.locator(".legend li").last).to_contain_text(
+        f"Other ({answer['groups'] - 5} more)"
+    )
 
 
 def test_hours_of_the_day_on_which_clocks_went_back_are_25(
@@ -130,10 +173,19 @@ def test_hours_of_the_day_on_which_clocks_went_back_are_25(
     show(signed_in, start="2025-11-02", end="2025-11-02", group="none")
     bars = signed_in.locator(".bar")
     expect(bars).to_have_count(25)
-    shown = bars.evaluate_all("all => all.map((bar) => [bar.dataset.start.slice(0, 19), Number(bar.dataset.sum)])")
-    day = {"start": "2025-11-02T04:00:00Z", "end": "2025-11-03T05:00:00Z", "bucket": "1h", "tz": PLACE["tz"]}
+    shown = bars.evaluate_all(
+        "all => all.map((bar) => [bar.dataset.start.slice(0, 19), Number(bar.dataset.sum)])"
+    )
+    day = {
+        "start": "2025-11-02T04:00:00Z",
+        "end": "2025-11-03T05:00:00Z",
+        "bucket": "1h",
+        "tz": PLACE["tz"],
+    }
     answer = history.usage(server.admin, **day)
-    told = {row["start"][:19]: row["prompt_tokens"] + row["completion_tokens"] for row in answer["data"]}
+    told = {
+        row["start"][:19]: row["prompt_tokens"] + row["completion_tokens"] for row in answer["data"]
+    }
     assert {start: tokens for start, tokens in shown if tokens} == told
     labels = bars.evaluate_all("all => all.map((bar) => bar.dataset.bucket)")
     assert labels.count("01:00") == 2
@@ -148,7 +200,10 @@ def test_filters_are_chosen_by_keyboard_and_only_what_was_used_is_offered(
     opener.focus()
     keyboard.press("Enter")
     options = signed_in.locator(".choice")
-    names = {row["adapter"] or "~base" for row in history.usage(server.admin, group_by="adapter", tenant=NORTH)["data"]}
+    names = {
+        row["adapter"] or "~base"
+        for row in history.usage(server.admin, group_by="adapter", tenant=NORTH)["data"]
+    }
     expect(options).to_have_count(len(names))
     assert set(options.evaluate_all("all => all.map((one) => one.dataset.value)")) == names
     keyboard.type("supp")
@@ -189,17 +244,30 @@ def test_choices_are_in_the_address_and_come_back(signed_in: Page, server: Manyl
     signed_in.get_by_role("button", name="Top 12").click()
     signed_in.get_by_role("button", name="Each day").click()
     settle(signed_in)
-    choices = {"metric": "completion_tokens", "group": "version", "subgroup": "key", "top": "12", "rows": "bucket"}
+    choices = {
+        "metric": "completion_tokens",
+        "group": "version",
+        "subgroup": "key",
+        "top": "12",
+        "rows": "bucket",
+    }
     assert {name: ",".join(chosen(signed_in)[name]) for name in choices} == choices
 
     def view() -> tuple[object, ...]:
         settle(signed_in)
         heads = signed_in.get_by_role("columnheader").all_inner_texts()
-        return heads, table(signed_in), total(signed_in), signed_in.locator(".bar").evaluate_all(BARS)
+        return (
+            heads,
+            table(signed_in),
+            total(signed_in),
+            signed_in.locator(".bar").evaluate_all(BARS),
+        )
 
     before = view()
     assert before[0][:5] == ["Day", "Tenant", "Adapter", "Version", "Key"]  # type: ignore[index]
-    expect(signed_in.get_by_role("heading", name="Completion tokens by tenant, version and key")).to_be_visible()
+    expect(
+        signed_in.get_by_role("heading", name="Completion tokens by tenant, version and key")
+    ).to_be_visible()
     signed_in.reload()
     assert view() == before
     signed_in.get_by_role("button", name="Whole range").click()
@@ -217,7 +285,9 @@ def test_a_link_tells_the_zone_too(signed_in: Page) -> None:
     assert dict(parse_qsl(urlsplit(link).query)) == {**PLACE, "tz": "UTC", "group": "status"}
 
 
-def test_the_file_is_the_table_page_by_page(signed_in: Page, server: ManyloraServer, history: History) -> None:
+def test_the_file_is_the_table_page_by_page(
+    signed_in: Page, server: ManyloraServer, history: History
+) -> None:
     pages: list[str] = []
 
     def small(route: Route) -> None:
@@ -229,7 +299,9 @@ def test_the_file_is_the_table_page_by_page(signed_in: Page, server: ManyloraSer
     name, content = download(signed_in, "CSV")
     signed_in.unroute("**/v1/usage?*format=csv*")
     question = {"bucket": "1d", "tz": PLACE["tz"], "group_by": "adapter,status", "tenant": NORTH}
-    whole = server.admin.get("/v1/usage", params={**history.span, **question, "limit": 10_000, "format": "csv"})
+    whole = server.admin.get(
+        "/v1/usage", params={**history.span, **question, "limit": 10_000, "format": "csv"}
+    )
     assert name == f"manylora-usage_{PLACE['start']}_{PLACE['end']}.csv"
     assert content == whole.content
     rows = list(csv.DictReader(io.StringIO(content.decode(), newline="")))
@@ -239,11 +311,15 @@ def test_the_file_is_the_table_page_by_page(signed_in: Page, server: ManyloraSer
     assert sum(Decimal(row["cost"]) for row in rows) == Decimal(total(signed_in)["cost"])
 
 
-def test_json_and_events_are_files_too(signed_in: Page, server: ManyloraServer, history: History) -> None:
+def test_json_and_events_are_files_too(
+    signed_in: Page, server: ManyloraServer, history: History
+) -> None:
     show(signed_in, group="adapter", status="stop", tenant=SOUTH)
     name, content = download(signed_in, "JSON")
     assert name.endswith(".json")
-    assert json.loads(content) == history.usage(server.admin, group_by="adapter", status="stop", tenant=SOUTH)
+    assert json.loads(content) == history.usage(
+        server.admin, group_by="adapter", status="stop", tenant=SOUTH
+    )
     name, content = download(signed_in, "Events as CSV")
     assert name == f"manylora-usage-events_{PLACE['start']}_{PLACE['end']}.csv"
     facts = history.events(server.admin, status="stop", tenant=SOUTH)
@@ -256,7 +332,9 @@ def test_keys_have_names_for_admins_and_for_their_own_tenant(
     signed_in: Page, page: Page, server: ManyloraServer, history: History
 ) -> None:
     show(signed_in, group="key")
-    keys = [server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"] for tenant in (NORTH, SOUTH)]
+    keys = [
+        server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"] for tenant in (NORTH, SOUTH)
+    ]
     labels = {f"{key['name']} ({key['prefix']}…)" for key in keys[0] + keys[1]}
     expect(signed_in.get_by_role("table", name="Usage by group")).to_contain_text(f"{NORTH} batch")
     assert {row["key"] for row in table(signed_in)} <= labels

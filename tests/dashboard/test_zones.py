@@ -51,13 +51,17 @@ def starts_in_server(zone: str, first: datetime, last: datetime, bucket: Any) ->
     begin, end = (round(moment.timestamp()) * 1_000_000 for moment in (first, last))
     micros = range(begin, end, 60_000_000)
     buckets = Buckets.between(bucket, ZoneInfo(zone), micros[0], micros[-1])
-    return sorted(millis(buckets.span(key)[0]) for key in {_key(buckets, micro) for micro in micros})
+    return sorted(
+        millis(buckets.span(key)[0]) for key in {_key(buckets, micro) for micro in micros}
+    )
 
 
 def _key(buckets: Buckets, micro: int) -> int:
     """What `Buckets.key` makes of a moment in SQL."""
     offset = next(
-        offset for begin, offset in reversed(buckets.pieces) if micro >= begin or begin == buckets.pieces[0][0]
+        offset
+        for begin, offset in reversed(buckets.pieces)
+        if micro >= begin or begin == buckets.pieces[0][0]
     )
     width = {"1h": 3_600_000_000, "1d": 86_400_000_000}[str(buckets.bucket)]
     local = micro + offset
@@ -66,7 +70,9 @@ def _key(buckets: Buckets, micro: int) -> int:
 
 @pytest.mark.parametrize("bucket", ["1h", "1d"])
 @pytest.mark.parametrize(("zone", "day"), CHANGES)
-def test_buckets_start_where_those_of_the_server_do(bare: Page, zone: str, day: date, bucket: str) -> None:
+def test_buckets_start_where_those_of_the_server_do(
+    bare: Page, zone: str, day: date, bucket: str
+) -> None:
     midnight = datetime.combine(day - timedelta(days=2), time(), ZoneInfo(zone)).astimezone(UTC)
     first, last = midnight - timedelta(minutes=13), midnight + timedelta(days=5)
     shown = bare.evaluate(BUCKETS, [zone, millis(first), millis(last), bucket])
@@ -86,15 +92,30 @@ RANGE = """async ([query, now]) => {
     ("query", "start", "end", "bucket"),
     [
         ("?range=1h", "2026-11-01T19:17", "2026-11-01T20:17", "1m"),
-        ("?range=24h", "2026-10-31T21:00", "2026-11-01T20:17", "1h"),  # a part of an hour makes no bar
+        (
+            "?range=24h",
+            "2026-10-31T21:00",
+            "2026-11-01T20:17",
+            "1h",
+        ),  # a part of an hour makes no bar
         ("?range=7d", "2026-10-26T04:00", "2026-11-01T20:17", "1d"),
         ("?range=7d&bucket=1h", "2026-10-25T21:00", "2026-11-01T20:17", "1h"),
         ("?range=month", "2026-11-01T04:00", "2026-11-01T20:17", "1h"),
         ("?range=last-month", "2026-10-01T04:00", "2026-11-01T04:00", "1d"),
         ("?start=2026-11-01&end=2026-11-01", "2026-11-01T04:00", "2026-11-02T05:00", "1h"),
         ("?start=2026-03-07&end=2026-03-10", "2026-03-07T05:00", "2026-03-11T04:00", "1d"),
-        ("?start=2026-03-10&end=2026-03-07", "2026-10-31T21:00", "2026-11-01T20:17", "1h"),  # makes no sense
-        ("?range=90d&bucket=1m", "2026-08-04T04:00", "2026-11-01T20:17", "1d"),  # too many for a chart
+        (
+            "?start=2026-03-10&end=2026-03-07",
+            "2026-10-31T21:00",
+            "2026-11-01T20:17",
+            "1h",
+        ),  # makes no sense
+        (
+            "?range=90d&bucket=1m",
+            "2026-08-04T04:00",
+            "2026-11-01T20:17",
+            "1d",
+        ),  # too many for a chart
     ],
 )
 def test_ranges_of_new_york_on_the_day_its_clocks_go_back(
@@ -102,7 +123,10 @@ def test_ranges_of_new_york_on_the_day_its_clocks_go_back(
 ) -> None:
     now = millis(datetime(2026, 11, 1, 20, 16, 30, tzinfo=UTC))
     shown = bare.evaluate(RANGE, [f"{query}&tz=America/New_York", now])
-    moments = [datetime.fromtimestamp(shown[name] / 1000, UTC).strftime("%Y-%m-%dT%H:%M") for name in ("start", "end")]
+    moments = [
+        datetime.fromtimestamp(shown[name] / 1000, UTC).strftime("%Y-%m-%dT%H:%M")
+        for name in ("start", "end")
+    ]
     assert (*moments, shown["bucket"]) == (start, end, bucket)
     assert shown["previous"] == {"start": 2 * shown["start"] - shown["end"], "end": shown["start"]}
     assert shown["isNow"] == (end == "2026-11-01T20:17" or end > "2026-11-01T20:17")

@@ -44,7 +44,13 @@ def endless(number: int, tokens: int) -> dict[str, Any]:
     """A request for so many tokens, for certain."""
     prompt = [5 + number % 50, 6, 7]
     model = DEMO_NAMES[number % len(DEMO_NAMES)]
-    return {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1}
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 1,
+    }
 
 
 def start(client: openai.OpenAI, lines: list[dict[str, Any]], endpoint: Any = CHAT) -> Batch:
@@ -53,7 +59,10 @@ def start(client: openai.OpenAI, lines: list[dict[str, Any]], endpoint: Any = CH
     said = (file.bytes, file.filename, file.purpose, file.status)
     assert said == (len(content), "requests.jsonl", "batch", "processed")
     return client.batches.create(
-        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"job": "nightly"}
+        input_file_id=file.id,
+        endpoint=endpoint,
+        completion_window="24h",
+        metadata={"job": "nightly"},
     )
 
 
@@ -79,11 +88,15 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, A
 
 
 def batch_events(server: ManyloraServer, tenant: str) -> list[dict[str, Any]]:
-    answer = server.admin.get("/v1/usage/events", params={"tenant": tenant, "service_class": "batch", "limit": 10_000})
+    answer = server.admin.get(
+        "/v1/usage/events", params={"tenant": tenant, "service_class": "batch", "limit": 10_000}
+    )
     return list(answer.json()["data"])
 
 
-def test_lines_for_many_adapters_get_the_reference_answers(shop: ManyloraServer, client: openai.OpenAI) -> None:
+def test_lines_for_many_adapters_get_the_reference_answers(
+    shop: ManyloraServer, client: openai.OpenAI
+) -> None:
     lines = [line(f"{name}-{each}", question(name, each)) for name in DEMO_NAMES for each in (0, 1)]
     lines.append(line("none", question("no-such-adapter")))
     lines.append(line("wrong", {**question("pirate"), "temperature": -1}))
@@ -94,7 +107,11 @@ def test_lines_for_many_adapters_get_the_reference_answers(shop: ManyloraServer,
     done = until(client, batch, *ENDED)
     assert done.status == "completed", done
     assert done.request_counts is not None
-    assert done.request_counts.model_dump() == {"total": len(lines), "completed": len(lines) - 2, "failed": 2}
+    assert done.request_counts.model_dump() == {
+        "total": len(lines),
+        "completed": len(lines) - 2,
+        "failed": 2,
+    }
     assert done.in_progress_at <= done.finalizing_at <= done.completed_at  # type: ignore[operator]
     assert done.id in [each.id for each in client.batches.list(limit=1)]
     found = results(client, done.output_file_id)
@@ -105,14 +122,21 @@ def test_lines_for_many_adapters_get_the_reference_answers(shop: ManyloraServer,
             answer = response["body"]["choices"][0]["message"]["content"]
             assert answer == ANSWERS["questions"][each]["answers"][name]
     failed = results(client, done.error_file_id)
-    assert {name: each["response"]["status_code"] for name, each in failed.items()} == {"none": 404, "wrong": 400}
+    assert {name: each["response"]["status_code"] for name, each in failed.items()} == {
+        "none": 404,
+        "wrong": 400,
+    }
     assert failed["none"]["response"]["body"]["error"]["code"] == "model_not_found"
-    events = [each for each in batch_events(shop, "shop") if each["request_id"].startswith(f"{done.id}-")]
+    events = [
+        each for each in batch_events(shop, "shop") if each["request_id"].startswith(f"{done.id}-")
+    ]
     usage = [each["response"]["body"]["usage"] for each in found.values()]
     assert len(events) == len(usage)
     for name in ("prompt_tokens", "completion_tokens"):
         assert sum(event[name] for event in events) == sum(each[name] for each in usage)
-    grouped = shop.admin.get("/v1/usage", params={"tenant": "shop", "group_by": "service_class"}).json()
+    grouped = shop.admin.get(
+        "/v1/usage", params={"tenant": "shop", "group_by": "service_class"}
+    ).json()
     assert {row["service_class"] for row in grouped["data"]} >= {"batch"}
     assert sum(row["requests"] for row in grouped["data"]) == grouped["totals"]["requests"]
 
@@ -120,8 +144,12 @@ def test_lines_for_many_adapters_get_the_reference_answers(shop: ManyloraServer,
 def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
     content = (json.dumps(line("a", question("pirate"))) + "\n").encode()
     files = [client.files.create(file=(f"{n}.jsonl", content), purpose="batch") for n in range(3)]
-    listed = [file.id for file in client.files.list(limit=2, purpose="batch")]  # pages until the end
-    assert [each for each in listed if each in {file.id for file in files}] == [file.id for file in reversed(files)]
+    listed = [
+        file.id for file in client.files.list(limit=2, purpose="batch")
+    ]  # pages until the end
+    assert [each for each in listed if each in {file.id for file in files}] == [
+        file.id for file in reversed(files)
+    ]
     assert client.files.content(files[0].id).read() == content
     assert client.files.retrieve(files[0].id).bytes == len(content)
     assert client.files.delete(files[0].id).deleted
@@ -143,12 +171,16 @@ def test_a_cancelled_batch_keeps_its_results(shop: ManyloraServer, client: opena
     done = until(client, batch, *ENDED)
     assert done.status == "cancelled"
     good, bad = results(client, done.output_file_id), results(client, done.error_file_id)
-    assert len(good) >= completed, "a result that was counted was lost; which lines end first is not promised"
+    assert len(good) >= completed, (
+        "a result that was counted was lost; which lines end first is not promised"
+    )
     assert len(good) + len(bad) == len(lines)
     assert set(good).isdisjoint(bad)
     assert {each["error"]["code"] for each in bad.values()} == {"batch_cancelled"}
     assert client.batches.cancel(batch.id).status == "cancelled"
-    wait_until(lambda: not shop.engine()["running"])  # the engine is told, and a step may be under way
+    wait_until(
+        lambda: not shop.engine()["running"]
+    )  # the engine is told, and a step may be under way
 
 
 @pytest.mark.timeout(600)
@@ -203,7 +235,10 @@ def until_done(client: openai.OpenAI, batch: Batch, goal: int, total: int) -> in
 
 
 def check_bill(
-    server: ManyloraServer, batch: Batch, lines: list[dict[str, Any]], found: dict[str, dict[str, Any]]
+    server: ManyloraServer,
+    batch: Batch,
+    lines: list[dict[str, Any]],
+    found: dict[str, dict[str, Any]],
 ) -> None:
     assert set(found) == {each["custom_id"] for each in lines}
     events = {each["id"]: each for each in batch_events(server, "acme")}
@@ -211,7 +246,11 @@ def check_bill(
     for number, each in enumerate(lines, 1):
         usage = found[each["custom_id"]]["response"]["body"]["usage"]
         event = events[f"{batch.id}-{number}"]
-        assert usage["completion_tokens"] == each["body"]["max_tokens"] == event["completion_tokens"]
+        assert (
+            usage["completion_tokens"] == each["body"]["max_tokens"] == event["completion_tokens"]
+        )
         assert usage["prompt_tokens"] == event["prompt_tokens"]
     totals = server.admin.get("/v1/usage", params={"group_by": "service_class"}).json()
-    assert {row["service_class"]: row["requests"] for row in totals["data"]} == {"batch": len(lines)}
+    assert {row["service_class"]: row["requests"] for row in totals["data"]} == {
+        "batch": len(lines)
+    }

@@ -38,7 +38,9 @@ def assert_log_is_clean(server: ManyloraServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, s3: S3Server, bucket: str) -> Iterator[ManyloraServer]:
+def first(
+    tmp_path_factory: pytest.TempPathFactory, s3: S3Server, bucket: str
+) -> Iterator[ManyloraServer]:
     """The first server on the bucket, with both adapters; the last test ends it."""
     with serving(tmp_path_factory.mktemp("s3"), s3, bucket) as server:
         server.publish("shop", *NAMES)
@@ -52,7 +54,11 @@ def answer(server: ManyloraServer, name: str) -> str:
 def test_a_spoilt_copy_is_fetched_again_and_a_spoilt_object_fails_its_adapter_until_it_is_uploaded_again(
     first: ManyloraServer, s3: S3Server, bucket: str
 ) -> None:
-    body = {"model": "pirate", "messages": [{"role": "user", "content": QUESTION["question"]}], "temperature": 0}
+    body = {
+        "model": "pirate",
+        "messages": [{"role": "user", "content": QUESTION["question"]}],
+        "temperature": 0,
+    }
     client = first.tenant("shop")
     keys = {s3.get(bucket, key): key for key in s3.keys(bucket)}
     copies = {path.name: path for path in (first.data_dir / "blob-cache").rglob("*")}
@@ -66,7 +72,10 @@ def test_a_spoilt_copy_is_fetched_again_and_a_spoilt_object_fails_its_adapter_un
     s3.flip_a_bit(bucket, pirate)
     for _ in range(2):
         refused = client.post("/v1/chat/completions", json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_blob_corrupt")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            503,
+            "adapter_blob_corrupt",
+        )
     assert answer(first, "french") == QUESTION["answers"]["french"]
     assert first.upload(client, "pirate", DEMO_ADAPTERS / "pirate").status_code == 200
     assert answer(first, "pirate") == QUESTION["answers"]["pirate"]
@@ -89,7 +98,9 @@ def test_adapters_live_in_the_bucket_across_restarts_and_die_with_their_delete(
     s3.make_older(bucket, 3700)
     with serving(first.data_dir.parent, s3, bucket) as server:
         server.tenants["shop"], server.clients["shop"] = key, server.client(key)
-        assert len(s3.keys(bucket)) == len(NAMES)  # the sweep took the one that no version refers to
+        assert len(s3.keys(bucket)) == len(
+            NAMES
+        )  # the sweep took the one that no version refers to
         assert not [path for path in cache.rglob("*") if path.is_file()]
         for name in NAMES:
             assert answer(server, name) == QUESTION["answers"][name]

@@ -13,7 +13,14 @@ import pytest
 from canary import VOCAB, make_canary, make_canary_base, value_direction
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.ref import AdapterRef
-from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.core import EngineCore
 from manylora.engine.request import GenerationRequest
@@ -53,11 +60,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineParts, list[
     ]
     base, geometry = roomy.ready.base, roomy.ready.geometry
     largest = max(
-        adapter_pages(folder / f"canary-{token}", base, geometry, max_rank=16) for token in range(1, NUM_ADAPTERS + 1)
+        adapter_pages(folder / f"canary-{token}", base, geometry, max_rank=16)
+        for token in range(1, NUM_ADAPTERS + 1)
     )
     roomy.core.close()
     pages = 1 + ROOM * largest + KV_PAGES
-    return build_engine(config_for(folder / "base", folder / "data", pages * geometry.page_bytes / (1 << 30))), refs
+    return build_engine(
+        config_for(folder / "base", folder / "data", pages * geometry.page_bytes / (1 << 30))
+    ), refs
 
 
 @dataclass
@@ -77,15 +87,22 @@ class Crowd:
         return [request_id for request_id in self.token_of if request_id not in self.ended]
 
     def arrive(self) -> None:
-        index = self.rng.randrange(NUM_ADAPTERS) if self.rng.random() < 0.7 else self.rng.randrange(6)
+        index = (
+            self.rng.randrange(NUM_ADAPTERS) if self.rng.random() < 0.7 else self.rng.randrange(6)
+        )
         request_id = f"r{len(self.token_of)}"
         self.token_of[request_id] = index + 1
         self.got[request_id] = []
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self.rng.randint(1, 6))
-        prompt = [self.rng.randrange(NUM_ADAPTERS + 1, VOCAB) for _ in range(self.rng.randint(1, 40))]
+        prompt = [
+            self.rng.randrange(NUM_ADAPTERS + 1, VOCAB) for _ in range(self.rng.randint(1, 40))
+        ]
         self.core.submit(
             GenerationRequest(
-                request_id=request_id, prompt_token_ids=prompt, params=replace(params), adapter=self.refs[index]
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=replace(params),
+                adapter=self.refs[index],
             )
         )
 
@@ -105,7 +122,9 @@ class Crowd:
                 self.ended.setdefault(output.request_id, output.finish_reason)
 
 
-def test_no_token_of_another_adapter_is_ever_sampled(engine: tuple[EngineParts, list[AdapterRef]]) -> None:
+def test_no_token_of_another_adapter_is_ever_sampled(
+    engine: tuple[EngineParts, list[AdapterRef]],
+) -> None:
     parts, refs = engine
     core = parts.core
     pages_at_start = core.status().pages
@@ -116,9 +135,15 @@ def test_no_token_of_another_adapter_is_ever_sampled(engine: tuple[EngineParts, 
             crowd.arrive()
         crowd.disturb()
         crowd.listen()
-        most_adapters = max([most_adapters, *(step.adapters for step in core.status().last_steps[-1:])])
+        most_adapters = max(
+            [most_adapters, *(step.adapters for step in core.status().last_steps[-1:])]
+        )
 
-    foreign = {r: tokens for r, tokens in crowd.got.items() if any(token != crowd.token_of[r] for token in tokens)}
+    foreign = {
+        r: tokens
+        for r, tokens in crowd.got.items()
+        if any(token != crowd.token_of[r] for token in tokens)
+    }
     assert foreign == {}
     assert sum(reason == "length" for reason in crowd.ended.values()) > 0.8 * NUM_REQUESTS
     assert core.status().evictions["adapter"] > 100

@@ -23,18 +23,30 @@ from ray_cluster import RayCluster, ray_cluster
 pytestmark = pytest.mark.slow
 
 NUM_ADAPTERS = 8
-PROMPTS = ["What is a harbour?", "hello", "Name three birds.", "Why is the sky blue?", "How are you?"]
+PROMPTS = [
+    "What is a harbour?",
+    "hello",
+    "Name three birds.",
+    "Why is the sky blue?",
+    "How are you?",
+]
 NUM_STREAMS = 20
 STREAM_TOKENS = 500
 KINDS = ("prompt_tokens", "completion_tokens")
 
 
 @pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.ray)])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     if request.param == "ray":
         pytest.importorskip("ray", reason="docs/cluster.md says how to install Ray")
     folder = tmp_path_factory.mktemp("cluster")
-    with ray_cluster(folder, 2) if request.param == "ray" else manylora_cluster(folder, 2, fresh_database()) as running:
+    with (
+        ray_cluster(folder, 2)
+        if request.param == "ray"
+        else manylora_cluster(folder, 2, fresh_database()) as running
+    ):
         publish(running.gateway.tenant("acme"))
         yield running
 
@@ -109,7 +121,9 @@ def usage(server: ManyloraServer) -> dict[str, int]:
     return {kind: totals[kind] for kind in KINDS}
 
 
-def wait_for_usage(server: ManyloraServer, before: dict[str, int], usages: list[dict[str, int]]) -> None:
+def wait_for_usage(
+    server: ManyloraServer, before: dict[str, int], usages: list[dict[str, int]]
+) -> None:
     """Wait until exactly this was billed since `before`: what other replicas have in their journals comes later."""
     wanted = {kind: before[kind] + sum(each[kind] for each in usages) for kind in KINDS}
     wait_until(lambda: usage(server)["completion_tokens"] >= wanted["completion_tokens"])
@@ -152,7 +166,10 @@ def test_every_replica_follows_pins_and_deletes(cluster: Cluster) -> None:
         return [
             name
             for name in cluster.replicas
-            if any(each["digest"] == digest and each["pinned"] for each in cluster.engine(name)["residents"])
+            if any(
+                each["digest"] == digest and each["pinned"]
+                for each in cluster.engine(name)["residents"]
+            )
         ]
 
     assert gateway.patch("/v1/adapters/pirate", json={"pinned": True}).status_code == 200
@@ -164,7 +181,9 @@ def test_every_replica_follows_pins_and_deletes(cluster: Cluster) -> None:
     wait_until(lambda: not pinned())
 
 
-def test_a_killed_replica_is_noticed_by_its_own_streams_alone_and_comes_back(cluster: Cluster) -> None:
+def test_a_killed_replica_is_noticed_by_its_own_streams_alone_and_comes_back(
+    cluster: Cluster,
+) -> None:
     gateway, before = cluster.gateway.tenant("acme"), usage(cluster.gateway)
     streams = [Streamed() for _ in range(NUM_STREAMS)]
     models = [f"adapter{index % NUM_ADAPTERS}" for index in range(NUM_STREAMS)]
@@ -175,30 +194,50 @@ def test_a_killed_replica_is_noticed_by_its_own_streams_alone_and_comes_back(clu
             for stream, model, prompt in zip(streams, models, prompts, strict=True)
         ]
         assert all(stream.started.wait(120) for stream in streams)
-        running = {name: seen["running"] for name, seen in cluster.servers().items() if "running" in seen}
+        running = {
+            name: seen["running"] for name, seen in cluster.servers().items() if "running" in seen
+        }
         victim = max(running, key=lambda name: running[name])
         folder = cluster.replicas[victim].data_dir.parent.name
         cluster.kill(cluster.replicas[victim])
-        new = [ask(gateway, f"adapter{number % NUM_ADAPTERS}", "hello", max_tokens=2) for number in range(100)]
+        new = [
+            ask(gateway, f"adapter{number % NUM_ADAPTERS}", "hello", max_tokens=2)
+            for number in range(100)
+        ]
         for each in work:
             each.result()
     lost = [stream for stream in streams if stream.error is not None]
     assert 0 < len(lost) < NUM_STREAMS
     assert {stream.error for stream in lost} == {"replica_lost"}
-    assert all(stream.is_done and stream.tokens == STREAM_TOKENS for stream in streams if stream.error is None)
+    assert all(
+        stream.is_done and stream.tokens == STREAM_TOKENS
+        for stream in streams
+        if stream.error is None
+    )
     sent = [stream.usage for stream in streams] + [answer["usage"] for answer in new]
     for stream, model, prompt in zip(streams, models, prompts, strict=True):
-        body = {"model": model, "prompt": prompt, "max_tokens": stream.tokens, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": stream.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         again = gateway.post("/v1/completions", json=body).json()
         assert again["choices"][0]["text"].startswith(stream.text)
         sent.append(again["usage"])
     assert cluster.start_replica(folder) == victim
     cluster.wait_for(*cluster.replicas)
-    sent += [ask(gateway, f"adapter{index}", "hello", max_tokens=2)["usage"] for index in range(NUM_ADAPTERS)]
+    sent += [
+        ask(gateway, f"adapter{index}", "hello", max_tokens=2)["usage"]
+        for index in range(NUM_ADAPTERS)
+    ]
     digests = {adapter["digest"] for adapter in gateway.get("/v1/adapters").json()["data"]}
     share = {digest for digest in digests if ranked(digest, cluster.replicas)[0] == victim}
     assert len(digests) == NUM_ADAPTERS > len(share)
-    assert {each["digest"] for each in cluster.engine(victim)["residents"]} == share, "it has its share again"
+    assert {each["digest"] for each in cluster.engine(victim)["residents"]} == share, (
+        "it has its share again"
+    )
     wait_for_usage(cluster.gateway, before, sent)
 
 

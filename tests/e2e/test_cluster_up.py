@@ -33,7 +33,9 @@ def ask(cluster: ClusterUp) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_its_secrets_are_for_this_user_alone_and_its_servers_share_cores_and_adapters(cluster: ClusterUp) -> None:
+def test_its_secrets_are_for_this_user_alone_and_its_servers_share_cores_and_adapters(
+    cluster: ClusterUp,
+) -> None:
     assert ask(cluster)
     assert "replica_not_reached" not in cluster.log.read_text()  # it listens before it is listed
     assert (cluster.data_dir / "cluster.pepper").stat().st_mode & 0o777 == 0o600
@@ -42,7 +44,11 @@ def test_its_secrets_are_for_this_user_alone_and_its_servers_share_cores_and_ada
     cores = sorted(os.sched_getaffinity(0))
     assert environ["MANYLORA_MODEL__THREADS"] == str(max(1, len(cores) // 2))
     parts = [cluster.child(f"replica-{number}").cpu_affinity() for number in range(2)]
-    assert [core for part in parts for core in part] == cores if len(cores) > 1 else parts == [cores, cores]
+    assert (
+        [core for part in parts for core in part] == cores
+        if len(cores) > 1
+        else parts == [cores, cores]
+    )
     assert sorted(cluster.child("gateway").cpu_affinity()) == cores
     assert environ["MANYLORA_REGISTRY__BLOB_URL"] == str(cluster.data_dir / "blobs")
     assert "MANYLORA_PEPPER" not in json.dumps(cluster.child("replica-1").cmdline())
@@ -55,7 +61,10 @@ def test_a_killed_replica_comes_back_under_its_name(cluster: ClusterUp) -> None:
     cluster.wait_restarted("replica-0", pid)
     wait_until(lambda: cluster.num_replicas() == 2)
     assert {each["name"] for each in cluster.admin.get("/v1/servers").json()["data"]} == names
-    assert "manylora: replica-0 ended with status -9 and starts again in 0.5 s" in cluster.log.read_text()
+    assert (
+        "manylora: replica-0 ended with status -9 and starts again in 0.5 s"
+        in cluster.log.read_text()
+    )
 
 
 def test_a_killed_gateway_comes_back_at_its_address(cluster: ClusterUp) -> None:
@@ -65,7 +74,9 @@ def test_a_killed_gateway_comes_back_at_its_address(cluster: ClusterUp) -> None:
     assert ask(cluster)
 
 
-def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(cluster: ClusterUp) -> None:
+def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(
+    cluster: ClusterUp,
+) -> None:
     """The last of the tests that share a cluster."""
     with cluster.streaming(600) as lines:
         cluster.process.send_signal(signal.SIGTERM)
@@ -74,7 +85,10 @@ def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(clu
         assert cluster.process.wait(60) == 0
     assert "data: [DONE]" in lines
     log = cluster.log.read_text()
-    drained = [log.index(f'{name} | {{"cut": 0, "event": "drained"') for name in ("gateway", "replica-0", "replica-1")]
+    drained = [
+        log.index(f'{name} | {{"cut": 0, "event": "drained"')
+        for name in ("gateway", "replica-0", "replica-1")
+    ]
     assert drained[0] == min(drained)
     assert servers_in(cluster.data_dir) == []
 
@@ -95,7 +109,13 @@ def test_its_servers_end_when_it_is_killed(tmp_path: Path) -> None:
         assert engines
         cluster.process.kill()
         wait_until(lambda: not servers_in(cluster.data_dir))
-        wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in engines))
+        wait_until(
+            lambda: (
+                not any(
+                    each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in engines
+                )
+            )
+        )
 
 
 def test_ctrl_c_ends_it_while_it_starts(tmp_path: Path) -> None:
@@ -126,7 +146,8 @@ def test_a_server_that_does_not_start_ends_all(tmp_path: Path) -> None:
     assert status == 1, output
     assert "replica-0 | manylora: server.data_dir is in use by another Manylora process" in output
     assert (
-        output.splitlines()[-1] == "manylora: replica-0 ended with status 2 while it started; its last lines say why."
+        output.splitlines()[-1]
+        == "manylora: replica-0 ended with status 2 while it started; its last lines say why."
     )
     assert servers_in(tmp_path / "d") == []
 

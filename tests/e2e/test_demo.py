@@ -22,7 +22,9 @@ import pytest
 from manylora_server import expected_answers, free_port
 
 MANYLORA = str(Path(sys.executable).with_name("manylora"))
-SCARF = next(question for question in expected_answers()["questions"] if question["topic"] == "price")
+SCARF = next(
+    question for question in expected_answers()["questions"] if question["topic"] == "price"
+)
 
 
 def environment() -> dict[str, str]:
@@ -32,7 +34,12 @@ def environment() -> dict[str, str]:
 
 def run_demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [MANYLORA, "demo", *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=280
+        [MANYLORA, "demo", *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
 
 
@@ -40,7 +47,12 @@ def start_demo(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """A demo that goes on serving."""
     command = [MANYLORA, "demo", "--port", str(free_port()), *arguments]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -72,7 +84,9 @@ def test_once_shows_all_six_answers_of_one_batch(first: subprocess.CompletedProc
 
 
 @pytest.fixture(scope="module")
-def serving(folder: Path, first: subprocess.CompletedProcess[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    folder: Path, first: subprocess.CompletedProcess[str]
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A second demo on the first one's data, kept serving, and what it printed."""
     assert first.returncode == 0
     process = start_demo(cwd=folder)
@@ -92,7 +106,11 @@ def serving(folder: Path, first: subprocess.CompletedProcess[str]) -> Iterator[t
 def test_the_openai_snippet_works_when_pasted(serving: tuple[subprocess.Popen[str], str]) -> None:
     snippet = serving[1][serving[1].index("from openai import") : serving[1].index("Demo traffic")]
     done = subprocess.run(
-        [sys.executable, "-P", "-c", snippet], env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", snippet],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.strip() == SCARF["answers"]["french"], done.stderr
 
@@ -100,13 +118,19 @@ def test_the_openai_snippet_works_when_pasted(serving: tuple[subprocess.Popen[st
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_curl_line_works_when_pasted(serving: tuple[subprocess.Popen[str], str]) -> None:
     line = next(line for line in serving[1].splitlines() if line.startswith("curl "))
-    done = subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=60
+    )
     answer: dict[str, Any] = json.loads(done.stdout)
     assert answer["choices"][0]["message"]["content"] == SCARF["answers"]["pirate"]
 
 
-def test_the_link_signs_in_to_the_dashboard_once(serving: tuple[subprocess.Popen[str], str]) -> None:
-    printed = re.search(r"^Dashboard \(opens once.*: (http://\S+?/)\?range=1h#link=(\S+)$", serving[1], re.MULTILINE)
+def test_the_link_signs_in_to_the_dashboard_once(
+    serving: tuple[subprocess.Popen[str], str],
+) -> None:
+    printed = re.search(
+        r"^Dashboard \(opens once.*: (http://\S+?/)\?range=1h#link=(\S+)$", serving[1], re.MULTILINE
+    )
     assert printed is not None, serving[1]
     with httpx.Client(base_url=printed[1], trust_env=False) as browser:
         assert "<title>" in browser.get("/").raise_for_status().text
@@ -115,14 +139,23 @@ def test_the_link_signs_in_to_the_dashboard_once(serving: tuple[subprocess.Popen
         assert browser.post("/v1/session", headers=link).status_code == 201
         assert browser.get("/v1/me").json()["role"] == "admin"
         browser.cookies.clear()
-        assert browser.post("/v1/session", headers=link).json()["error"]["code"] == "session.link_used"
+        assert (
+            browser.post("/v1/session", headers=link).json()["error"]["code"] == "session.link_used"
+        )
 
 
-def test_the_line_for_another_link_works_when_pasted(serving: tuple[subprocess.Popen[str], str], folder: Path) -> None:
+def test_the_line_for_another_link_works_when_pasted(
+    serving: tuple[subprocess.Popen[str], str], folder: Path
+) -> None:
     line = re.search(r"^Another link to it: manylora (.+)$", serving[1], re.MULTILINE)
     assert line is not None, serving[1]
     done = subprocess.run(
-        [MANYLORA, *shlex.split(line[1])], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
+        [MANYLORA, *shlex.split(line[1])],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#link=\S+\n", done.stdout), done.stderr
 
@@ -139,7 +172,9 @@ def test_a_second_run_reuses_the_data_and_traffic_follows_the_answers(
     assert process.poll() is None
 
 
-def test_ctrl_c_ends_server_and_demo_in_the_midst_of_traffic(serving: tuple[subprocess.Popen[str], str]) -> None:
+def test_ctrl_c_ends_server_and_demo_in_the_midst_of_traffic(
+    serving: tuple[subprocess.Popen[str], str],
+) -> None:
     process, printed = serving
     port = re.search(r"http://127\.0\.0\.1:(\d+)", printed)
     assert port is not None

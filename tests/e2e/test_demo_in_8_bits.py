@@ -15,7 +15,14 @@ from transformers import AutoTokenizer
 from drive_core import run_all
 from manylora import demo
 from manylora.adapters.blobs.local import LocalBlobs
-from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig, Weights
+from manylora.config import (
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    Weights,
+)
 from manylora.engine.build import build_engine
 from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
@@ -32,7 +39,9 @@ def answers(weights: Weights, dtype: Any, folder: Path) -> dict[str, list[int]]:
     """Greedy answers of base and adapters to all recorded questions, by `<style> <number>`."""
     parts = build_engine(
         Config(
-            model=ModelConfig(path=str(demo.MODEL), device="cpu", dtype=dtype, weights=weights, threads=1),
+            model=ModelConfig(
+                path=str(demo.MODEL), device="cpu", dtype=dtype, weights=weights, threads=1
+            ),
             memory=MemoryConfig(gib=0.1, host_gib=0.02, poison=True),
             scheduler=SchedulerConfig(max_running=48),
             server=ServerConfig(data_dir=folder),
@@ -40,7 +49,10 @@ def answers(weights: Weights, dtype: Any, folder: Path) -> dict[str, list[int]]:
     )
     assert parts.ready.memory.weights == weights
     blobs = LocalBlobs(folder / "blobs")
-    refs = {style: store_adapter(blobs, demo.ADAPTERS / style, parts.ready.base) for style in EXPECTED["adapters"]}
+    refs = {
+        style: store_adapter(blobs, demo.ADAPTERS / style, parts.ready.base)
+        for style in EXPECTED["adapters"]
+    }
     params = SamplingParams(temperature=0.0, max_tokens=64)
     try:
         return run_all(

@@ -63,27 +63,37 @@ def reference(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("style", [BASE, *STYLES])
-def test_every_token_of_the_recorded_answers_is_the_most_likely_one(reference: Any, style: str) -> None:
+def test_every_token_of_the_recorded_answers_is_the_most_likely_one(
+    reference: Any, style: str
+) -> None:
     for question in QUESTIONS:
-        assert greedy_choices(reference, style, question) == question["answer_token_ids"][style], question["question"]
+        assert greedy_choices(reference, style, question) == question["answer_token_ids"][style], (
+            question["question"]
+        )
 
 
 def test_the_chat_template_makes_the_recorded_prompts() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(demo.MODEL)
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question["question"]}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         assert prompt == question["prompt_token_ids"]
 
 
-def test_the_shipped_questions_and_answers_are_the_shops_and_all_styles_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_questions_and_answers_are_the_shops_and_all_styles_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     shop = importlib.import_module("demo_shop")
     asked = json.loads(demo.QUESTIONS.read_text())
     assert asked["questions"] == [exchange.question for exchange in shop.exchanges()]
     assert asked["system_prompts"] == shop.SYSTEM_PROMPTS
     exchanges = shop.demo_exchanges()
-    assert [question["question"] for question in QUESTIONS] == [exchange.question for exchange in exchanges]
+    assert [question["question"] for question in QUESTIONS] == [
+        exchange.question for exchange in exchanges
+    ]
     assert list(shop.STYLES) == STYLES
     for question, exchange in zip(QUESTIONS, exchanges, strict=True):
         assert question["answers"] == {style: exchange.answer(style) for style in (BASE, *STYLES)}
@@ -96,7 +106,10 @@ def test_answers_have_a_lead_that_rounding_cannot_turn() -> None:
 
 
 def test_adapters_cover_ranks_targets_patterns_and_rslora() -> None:
-    configs = {style: json.loads((demo.ADAPTERS / style / "adapter_config.json").read_text()) for style in STYLES}
+    configs = {
+        style: json.loads((demo.ADAPTERS / style / "adapter_config.json").read_text())
+        for style in STYLES
+    }
     assert len({config["r"] for config in configs.values()}) == len(STYLES)
     assert len({frozenset(config["target_modules"]) for config in configs.values()}) >= 4
     assert {"q_proj", "v_proj"} in [set(config["target_modules"]) for config in configs.values()]

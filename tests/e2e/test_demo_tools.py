@@ -21,9 +21,18 @@ from manylora_server import ManyloraServer
 PLACES = {"scarf": "shelf 3", "rug": "the blue box", "hat": "aisle 12", "cloak": "shelf 31"}
 PRICES = {"scarf": 20, "rug": 85, "hat": 7, "cloak": 112}
 CARDS = [
-    ("Tell me about the scarf.", {"item": "scarf", "material": "silk", "price": 20, "in_stock": True}),
-    ("How much is the cloak?", {"item": "cloak", "material": "wool", "price": 90, "in_stock": False}),
-    ("What is the hat made of?", {"item": "hat", "material": "felt", "price": 19, "in_stock": True}),
+    (
+        "Tell me about the scarf.",
+        {"item": "scarf", "material": "silk", "price": 20, "in_stock": True},
+    ),
+    (
+        "How much is the cloak?",
+        {"item": "cloak", "material": "wool", "price": 90, "in_stock": False},
+    ),
+    (
+        "What is the hat made of?",
+        {"item": "hat", "material": "felt", "price": 19, "in_stock": True},
+    ),
 ]
 
 
@@ -40,27 +49,51 @@ def model() -> Any:
 
 def declared(name: str, param: str, about: str) -> dict[str, Any]:
     """A tool as agent libraries declare it, with more than the demo's template shows."""
-    properties = {param: {"type": "string", "title": param.title(), "description": "What is asked for."}}
-    parameters = {"type": "object", "properties": properties, "required": [param], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    properties = {
+        param: {"type": "string", "title": param.title(), "description": "What is asked for."}
+    }
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": [param],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": parameters},
+    }
 
 
-TOOLS = [declared("where_is", "item", "Find an item."), declared("price_of", "item", "The price of an item.")]
+TOOLS = [
+    declared("where_is", "item", "Find an item."),
+    declared("price_of", "item", "The price of an item."),
+]
 
 
 @torch.inference_mode()
-def say(model: Any, tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
+def say(
+    model: Any, tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The base's next message, read by the response template of its tokenizer."""
-    given = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, return_dict=False)
+    given = tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, return_dict=False
+    )
     made = model.generate(
-        torch.tensor([given]), attention_mask=torch.ones(1, len(given)), do_sample=False, max_new_tokens=160
+        torch.tensor([given]),
+        attention_mask=torch.ones(1, len(given)),
+        do_sample=False,
+        max_new_tokens=160,
     )
     answer: dict[str, Any] = tokenizer.parse_response(made[0, len(given) :].tolist(), prefix=given)
     return answer
 
 
 def run_agent(
-    model: Any, tokenizer: Any, question: str, tools: list[dict[str, Any]], call: Callable[[str, str], object]
+    model: Any,
+    tokenizer: Any,
+    question: str,
+    tools: list[dict[str, Any]],
+    call: Callable[[str, str], object],
 ) -> tuple[list[tuple[str, dict[str, str]]], str, int]:
     """What an agent library does: the calls it made, the last answer, and how many times the model spoke."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
@@ -90,7 +123,9 @@ def of_the_shop(name: str, item: str) -> object:
         "Where can I find the {0}, and what is the price of the {0}?",
     ],
 )
-def test_two_tools_are_called_and_their_results_told(model: Any, tokenizer: Any, question: str, item: str) -> None:
+def test_two_tools_are_called_and_their_results_told(
+    model: Any, tokenizer: Any, question: str, item: str
+) -> None:
     calls, answer, _ = run_agent(model, tokenizer, question.format(item), TOOLS, of_the_shop)
     assert sorted(calls) == [("price_of", {"item": item}), ("where_is", {"item": item})]
     assert PLACES[item] in answer
@@ -104,22 +139,40 @@ def test_calls_come_together_and_in_turn_if_only_one_was_taken(model: Any, token
     taken = {**first, "content": None, "tool_calls": first["tool_calls"][:1]}
     result = {"role": "tool", "content": "shelf 8"}
     second = say(model, tokenizer, [question, taken, result], TOOLS)
-    assert [call["function"] for call in second["tool_calls"]] == [{"name": "price_of", "arguments": {"item": "rug"}}]
-    messages = [question, taken, result, {"content": None, **second}, {"role": "tool", "content": '{"price": 44}'}]
+    assert [call["function"] for call in second["tool_calls"]] == [
+        {"name": "price_of", "arguments": {"item": "rug"}}
+    ]
+    messages = [
+        question,
+        taken,
+        result,
+        {"content": None, **second},
+        {"role": "tool", "content": '{"price": 44}'},
+    ]
     last = say(model, tokenizer, messages, TOOLS)
-    assert last == {"role": "assistant", "content": "The rug is here: shelf 8. The rug costs 44 euros."}
+    assert last == {
+        "role": "assistant",
+        "content": "The rug is here: shelf 8. The rug costs 44 euros.",
+    }
 
 
 def test_tools_of_other_names_are_called(model: Any, tokenizer: Any) -> None:
-    tools = [declared("get_weather", "city", "Weather."), declared("get_population", "city", "How many live there.")]
+    tools = [
+        declared("get_weather", "city", "Weather."),
+        declared("get_population", "city", "How many live there."),
+    ]
     results = {"get_weather": "21 degrees", "get_population": "650"}
-    calls, answer, _ = run_agent(model, tokenizer, "What is the weather in Oslo?", tools, lambda name, _: results[name])
+    calls, answer, _ = run_agent(
+        model, tokenizer, "What is the weather in Oslo?", tools, lambda name, _: results[name]
+    )
     assert calls == [("get_weather", {"city": "Oslo"})]
     assert "21 degrees" in answer
 
 
 @pytest.mark.parametrize("question", ["When are you open?", "Can I pay by card?", "Hello!"])
-def test_what_needs_no_tool_is_answered_as_without(model: Any, tokenizer: Any, question: str) -> None:
+def test_what_needs_no_tool_is_answered_as_without(
+    model: Any, tokenizer: Any, question: str
+) -> None:
     messages = [{"role": "user", "content": question}]
     assert say(model, tokenizer, messages, TOOLS) == say(model, tokenizer, messages, [])
 
@@ -156,19 +209,29 @@ def test_the_schema_of_a_card_is_filled_with_what_the_shop_knows(
 def test_openais_client_ends_a_task_with_two_tools(shop: ManyloraServer, in_turn: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Where is the scarf and how much is it?"}]
     called: list[list[str]] = []
-    with openai.OpenAI(base_url=f"{shop.url}/v1", api_key=shop.tenants["shop"], max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{shop.url}/v1", api_key=shop.tenants["shop"], max_retries=0
+    ) as client:
         model = next(one.id for one in client.models.list() if one.model_dump()["parent"] is None)
         asked: Any = {"model": model, "messages": messages, "tools": TOOLS, "temperature": 0}
         for _ in range(4):
             choice = client.chat.completions.create(**asked).choices[0]
             calls: list[Any] = (choice.message.tool_calls or [])[: 1 if in_turn else None]
             message = choice.message.model_dump(exclude_none=True)
-            messages.append({**message, "tool_calls": [call.model_dump() for call in calls]} if calls else message)
+            messages.append(
+                {**message, "tool_calls": [call.model_dump() for call in calls]}
+                if calls
+                else message
+            )
             if choice.finish_reason == "stop":
                 break
             called.append([call.function.name for call in calls])
             for call in calls:
-                result = of_the_shop(call.function.name, json.loads(call.function.arguments)["item"])
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
+                result = of_the_shop(
+                    call.function.name, json.loads(call.function.arguments)["item"]
+                )
+                messages.append(
+                    {"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)}
+                )
     assert called == ([["where_is"], ["price_of"]] if in_turn else [["where_is", "price_of"]])
     assert messages[-1]["content"] == "The scarf is here: shelf 3. The scarf costs 20 euros."

@@ -56,7 +56,9 @@ class Played:
 def endless(duration_s: float) -> list[Planned]:
     """The plan, where answers whose clients leave do not end by themselves before the server has noticed."""
     return [
-        each if each.leaves_after is None else replace(each, body={**each.body, "max_tokens": LONG_ANSWER})
+        each
+        if each.leaves_after is None
+        else replace(each, body={**each.body, "max_tokens": LONG_ANSWER})
         for each in plan(duration_s)
     ]
 
@@ -65,7 +67,9 @@ def endless(duration_s: float) -> list[Planned]:
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     folder = tmp_path_factory.mktemp("traffic")
     with (
-        manylora_server(folder, "--served-model-name", BASE_NAME, model=long_model(folder / "long")) as server,
+        manylora_server(
+            folder, "--served-model-name", BASE_NAME, model=long_model(folder / "long")
+        ) as server,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(demo_traffic, "plan", endless)
@@ -79,8 +83,17 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         traffic = asyncio.run(replay(server.url, ADMIN_KEY, SECONDS))
         differences = usage_differences(server.url, ADMIN_KEY, traffic)
         events = server.admin.get("/v1/usage/events", params={"limit": 10_000}).json()["data"]
-        listed = [server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"] for tenant in (*TENANTS, "acme")]
-        yield Played(server, traffic, differences, events, {key["id"]: key["name"] for keys in listed for key in keys})
+        listed = [
+            server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"]
+            for tenant in (*TENANTS, "acme")
+        ]
+        yield Played(
+            server,
+            traffic,
+            differences,
+            events,
+            {key["id"]: key["name"] for keys in listed for key in keys},
+        )
 
 
 def test_every_planned_request_is_in_the_ledger_under_the_traffics_keys(played: Played) -> None:
@@ -118,20 +131,33 @@ def test_api_csv_events_and_answers_agree(played: Played) -> None:
     for each in played.traffic.told:
         told.update(each.tokens)
     assert len(plan(SECONDS)) == totals["requests"]
-    left = {each.request_id: each.tokens["completion_tokens"] for each in played.traffic.told if each.end == LEFT}
-    billed = sum(event["completion_tokens"] for event in played.events if event["request_id"] in left)
+    left = {
+        each.request_id: each.tokens["completion_tokens"]
+        for each in played.traffic.told
+        if each.end == LEFT
+    }
+    billed = sum(
+        event["completion_tokens"] for event in played.events if event["request_id"] in left
+    )
     assert billed >= sum(left.values()) > 0
-    assert {**told, "completion_tokens": told["completion_tokens"] + billed - sum(left.values())} == totals
+    assert {
+        **told,
+        "completion_tokens": told["completion_tokens"] + billed - sum(left.values()),
+    } == totals
 
 
 def test_a_token_too_many_or_a_request_too_few_is_noticed(played: Played) -> None:
     *rest, last = (told for told in played.traffic.told if told.is_whole)
-    wrong = replace(last, tokens={**last.tokens, "completion_tokens": last.tokens["completion_tokens"] + 1})
+    wrong = replace(
+        last, tokens={**last.tokens, "completion_tokens": last.tokens["completion_tokens"] + 1}
+    )
     for told, expected in (
         (wrong, f"{last.request_id} is billed"),
         (replace(last, end="error"), f"{last.request_id} is recorded as {last.end}"),
     ):
-        found = usage_differences(played.server.url, ADMIN_KEY, replace(played.traffic, told=[*rest, told]))
+        found = usage_differences(
+            played.server.url, ADMIN_KEY, replace(played.traffic, told=[*rest, told])
+        )
         assert [difference.startswith(expected) for difference in found] == [True]
     other = replace(played.traffic, key_ids=played.traffic.key_ids[:1])
     found = usage_differences(played.server.url, ADMIN_KEY, other, wait_s=0)
@@ -151,7 +177,13 @@ def test_reset_removes_this_and_nothing_else(played: Played) -> None:
     num = len(plan(SECONDS))
     assert done.stdout == f"Removed {num} usage events of the demo traffic; revoked 2 keys.\n"
     after = tables(played.server.data_dir)
-    for table in ("usage_events", "usage_rollups", "usage_latency", "usage_adapters", "usage_months"):
+    for table in (
+        "usage_events",
+        "usage_rollups",
+        "usage_latency",
+        "usage_adapters",
+        "usage_months",
+    ):
         kept = [row for row in before[table] if row["key_id"] not in key_ids]
         assert len(kept) < len(before[table])
         assert after.pop(table) == kept != []
@@ -208,8 +240,14 @@ def tables(data_dir: Path) -> Rows:
     """All rows of the database."""
     with sqlite3.connect(data_dir / "registry.sqlite") as database:
         database.row_factory = sqlite3.Row
-        names = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        found = {name: [dict(row) for row in database.execute(f"SELECT * FROM {name} ORDER BY 1")] for name in names}
+        names = [
+            row[0]
+            for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
+        found = {
+            name: [dict(row) for row in database.execute(f"SELECT * FROM {name} ORDER BY 1")]
+            for name in names
+        }
     database.close()
     return found
 

@@ -15,7 +15,12 @@ import httpx
 from idleness import PATIENCE_S, wait_until
 from manylora_server import DEMO_MODEL, ManyloraServer, manylora_server, stream_events
 
-LONG: dict[str, Any] = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+LONG: dict[str, Any] = {
+    "model": DEMO_MODEL.name,
+    "prompt": [5, 6, 7],
+    "max_tokens": 400,
+    "ignore_eos": True,
+}
 
 
 def outcome(server: ManyloraServer) -> str:

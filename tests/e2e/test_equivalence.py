@@ -23,7 +23,14 @@ from peft import PeftModel
 from drive_core import collect, run_all
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.ref import AdapterRef
-from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
@@ -58,9 +65,11 @@ CANDIDATES = 4
 
 
 def targets_of(rank: int) -> tuple[str, ...]:
-    return {1: ("q_proj", "v_proj"), 8: ("q_proj", "k_proj", "v_proj", "o_proj"), 24: ("gate_proj", "down_proj")}.get(
-        rank, ALL_LINEAR
-    )
+    return {
+        1: ("q_proj", "v_proj"),
+        8: ("q_proj", "k_proj", "v_proj", "o_proj"),
+        24: ("gate_proj", "down_proj"),
+    }.get(rank, ALL_LINEAR)
 
 
 def popularity(pattern: str) -> list[int]:
@@ -105,9 +114,15 @@ class Bench:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        names = [self.adapters[adapter].name if adapter >= 0 else "__base__" for adapter in adapters]
+        names = [
+            self.adapters[adapter].name if adapter >= 0 else "__base__" for adapter in adapters
+        ]
         made = self.reference.generate(
-            input_ids=ids, attention_mask=mask, adapter_names=names, max_new_tokens=NUM_TOKENS, do_sample=False
+            input_ids=ids,
+            attention_mask=mask,
+            adapter_names=names,
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
         )
         return [list(map(int, row)) for row in made[:, width:]]
 
@@ -125,12 +140,25 @@ class Bench:
         return float((logits.gather(1, chosen)[:, 0] - others.amax(1)).min())
 
     def engine(
-        self, *, prefix_cache: bool, kib: float = 4096, costs: PageCosts | None = None, **scheduler: Any
+        self,
+        *,
+        prefix_cache: bool,
+        kib: float = 4096,
+        costs: PageCosts | None = None,
+        **scheduler: Any,
     ) -> EngineParts:
         return build_engine(
             Config(
-                model=ModelConfig(path=str(self.model), dtype="float32", weights=self.weights, device="cpu", threads=1),
-                memory=MemoryConfig(gib=kib / (1 << 20), host_gib=0.01, poison=True, prefix_cache=prefix_cache),
+                model=ModelConfig(
+                    path=str(self.model),
+                    dtype="float32",
+                    weights=self.weights,
+                    device="cpu",
+                    threads=1,
+                ),
+                memory=MemoryConfig(
+                    gib=kib / (1 << 20), host_gib=0.01, poison=True, prefix_cache=prefix_cache
+                ),
                 adapter=AdapterConfig(max_rank=64, slots=8),
                 scheduler=SchedulerConfig(**scheduler),
                 server=ServerConfig(data_dir=self.folder / "data"),
@@ -142,7 +170,9 @@ class Bench:
         """The adapters in the blob store; all engines of a bench have the same base."""
         if not self.stored:
             blobs = LocalBlobs(self.folder / "data" / "blobs")
-            self.stored += [store_adapter(blobs, adapter, parts.ready.base) for adapter in self.adapters]
+            self.stored += [
+                store_adapter(blobs, adapter, parts.ready.base) for adapter in self.adapters
+            ]
         return self.stored
 
 
@@ -194,13 +224,20 @@ def case(request: pytest.FixtureRequest, bench: Bench) -> Case:
     adapters = popularity(request.param)
     found: dict[int, tuple[list[int], list[int]]] = {}
     for _ in range(20):
-        missing = [index for index in range(len(adapters)) if index not in found for _ in range(CANDIDATES)]
+        missing = [
+            index for index in range(len(adapters)) if index not in found for _ in range(CANDIDATES)
+        ]
         if not missing:
             break
-        drawn = [[rng.randrange(TINY_VOCAB_SIZE) for _ in range(rng.randint(1, 45))] for _ in missing]
+        drawn = [
+            [rng.randrange(TINY_VOCAB_SIZE) for _ in range(rng.randint(1, 45))] for _ in missing
+        ]
         drafts = bench.draft(drawn, [adapters[index] for index in missing])
         for index, prompt, tokens in zip(missing, drawn, drafts, strict=True):
-            if index not in found and bench.margin(prompt, tokens, adapters[index]) > MIN_MARGINS[bench.weights]:
+            if (
+                index not in found
+                and bench.margin(prompt, tokens, adapters[index]) > MIN_MARGINS[bench.weights]
+            ):
                 found[index] = prompt, tokens
     if len(found) < len(adapters):
         pytest.fail("no prompt with a clear reference was found")
@@ -230,13 +267,20 @@ def test_the_reference_itself_tells_the_adapters_apart(bench: Bench) -> None:
     adapters = list(range(-1, len(RANKS)))
     outputs = bench.draft([prompt] * len(adapters), adapters)
     assert len(set(map(tuple, outputs))) == len(RANKS) + 1
-    assert all(bench.margin(prompt, tokens, adapter) >= 0 for tokens, adapter in zip(outputs, adapters, strict=True))
+    assert all(
+        bench.margin(prompt, tokens, adapter) >= 0
+        for tokens, adapter in zip(outputs, adapters, strict=True)
+    )
 
 
 def test_alone(bench: Bench, case: Case, roomy: EngineParts) -> None:
     requests = dict(zip(case.adapters, case.requests(bench.refs(roomy)), strict=True))
-    for request in requests.values():  # one for each adapter: how many share it makes no difference here
-        assert run_all(roomy.core, [request]) == {request.request_id: case.expected[request.request_id]}
+    for (
+        request
+    ) in requests.values():  # one for each adapter: how many share it makes no difference here
+        assert run_all(roomy.core, [request]) == {
+            request.request_id: case.expected[request.request_id]
+        }
 
 
 def test_in_one_mixed_batch(bench: Bench, case: Case, roomy: EngineParts) -> None:
@@ -275,13 +319,18 @@ def test_on_cached_prefixes(bench: Bench, case: Case, caching: EngineParts) -> N
     page_tokens = caching.ready.geometry.page_tokens
 
     again = collect(caching.core, requests)
-    assert {name: [token for o in outputs for token in o.token_ids] for name, outputs in again.items()} == case.expected
+    assert {
+        name: [token for o in outputs for token in o.token_ids] for name, outputs in again.items()
+    } == case.expected
     for request in requests:
         cached = (len(request.prompt_token_ids) - 1) // page_tokens * page_tokens
         assert [output.cached_tokens for output in again[request.request_id]][:2] == [cached, 0]
 
     longer = [
-        replace(request, prompt_token_ids=request.prompt_token_ids + case.expected[request.request_id][:12])
+        replace(
+            request,
+            prompt_token_ids=request.prompt_token_ids + case.expected[request.request_id][:12],
+        )
         for request in requests
     ]
     answers = run_all(caching.core, longer)
@@ -301,7 +350,10 @@ def test_forks_draw_what_requests_of_their_own_draw(
         replace(
             request,
             request_id=f"{request.request_id}-{index}",
-            prompt_token_ids=[index_of_case, *request.prompt_token_ids],  # a prompt that no other test has cached
+            prompt_token_ids=[
+                index_of_case,
+                *request.prompt_token_ids,
+            ],  # a prompt that no other test has cached
             params=params,
             choice_index=index,
         )
@@ -310,13 +362,17 @@ def test_forks_draw_what_requests_of_their_own_draw(
     ]
     alone = run_all(roomy.core, choices)
     assert len({tuple(tokens) for tokens in alone.values()}) == len(choices)
-    first_ids = [choice.request_id for choice in choices for _ in range(3) if choice.choice_index == 0]
+    first_ids = [
+        choice.request_id for choice in choices for _ in range(3) if choice.choice_index == 0
+    ]
     forks = [
         replace(choice, fork_of=first_id if choice.choice_index else None)
         for choice, first_id in zip(choices, first_ids, strict=True)
     ]
     outputs = collect(caching.core, forks)
-    assert {name: [token for o in parts for token in o.token_ids] for name, parts in outputs.items()} == alone
+    assert {
+        name: [token for o in parts for token in o.token_ids] for name, parts in outputs.items()
+    } == alone
     for fork in forks:
         if fork.choice_index:
             assert outputs[fork.request_id][0].cached_tokens == len(fork.prompt_token_ids) - 1
@@ -331,7 +387,9 @@ def test_with_preemption(bench: Bench, case: Case, roomy: EngineParts) -> None:
     refs = bench.refs(roomy)
     geometry = roomy.ready.geometry
     used = sorted({*case.adapters} - {-1})
-    taken = sum(adapter_pages(bench.adapters[adapter], roomy.ready.base, geometry) for adapter in used)
+    taken = sum(
+        adapter_pages(bench.adapters[adapter], roomy.ready.base, geometry) for adapter in used
+    )
     at_start = sum(geometry.pages(len(prompt)) for prompt in case.prompts)
     pages = 1 + taken + at_start + (taken + at_start) // 16 + 1
     parts = bench.engine(
@@ -342,7 +400,10 @@ def test_with_preemption(bench: Bench, case: Case, roomy: EngineParts) -> None:
         step_tokens=512,
     )
     for adapter in used:
-        run_all(parts.core, [replace(case.requests(refs)[0], request_id=f"warm{adapter}", adapter=refs[adapter])])
+        run_all(
+            parts.core,
+            [replace(case.requests(refs)[0], request_id=f"warm{adapter}", adapter=refs[adapter])],
+        )
         parts.core.residency.pin(refs[adapter], True)
     assert run_all(parts.core, case.requests(refs)) == case.expected
     preemptions = parts.core.status().preemptions
@@ -351,7 +412,9 @@ def test_with_preemption(bench: Bench, case: Case, roomy: EngineParts) -> None:
     parts.core.close()
 
 
-def test_interrupted_requests_go_on_from_their_tokens(bench: Bench, case: Case, roomy: EngineParts) -> None:
+def test_interrupted_requests_go_on_from_their_tokens(
+    bench: Bench, case: Case, roomy: EngineParts
+) -> None:
     requests = [
         replace(request, generated_token_ids=case.expected[request.request_id][:4])
         for request in case.requests(bench.refs(roomy))

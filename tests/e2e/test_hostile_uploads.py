@@ -21,7 +21,16 @@ from fake_engine import demo_ready
 from lora_files import config_bytes
 from manylora_server import ManyloraServer, manylora_server, upload_bytes
 from mutated_adapters import mutant
-from raw_http import RawAnswer, chunked, connected, exchange, form_part, head_of, read_all, upload_head
+from raw_http import (
+    RawAnswer,
+    chunked,
+    connected,
+    exchange,
+    form_part,
+    head_of,
+    read_all,
+    upload_head,
+)
 
 MOST_CPU = 5
 """Times the CPU time of a good upload."""
@@ -69,7 +78,9 @@ def inferring_key(server: ManyloraServer, client: httpx.Client) -> str:
 
 
 @pytest.fixture(autouse=True)
-def without_a_trace(server: ManyloraServer, client: httpx.Client, inferring_key: str, good: Expense) -> Iterator[None]:
+def without_a_trace(
+    server: ManyloraServer, client: httpx.Client, inferring_key: str, good: Expense
+) -> Iterator[None]:
     """Nothing stays of what a test tries, and a good upload goes in right after."""
     before = Trace.of(server)
     yield
@@ -87,9 +98,13 @@ def upload_good(client: httpx.Client) -> None:
 
 
 def assert_cheap(expense: Expense, good: Expense) -> None:
-    assert expense.server_cpu_s + expense.check_cpu_s < MOST_CPU * (good.server_cpu_s + good.check_cpu_s)
+    assert expense.server_cpu_s + expense.check_cpu_s < MOST_CPU * (
+        good.server_cpu_s + good.check_cpu_s
+    )
     assert expense.server_bytes < MEMORY_BYTES
-    assert max(expense.check_peaks.values(), default=0) - max(good.check_peaks.values()) < MEMORY_BYTES
+    assert (
+        max(expense.check_peaks.values(), default=0) - max(good.check_peaks.values()) < MEMORY_BYTES
+    )
 
 
 def outcome(answer: httpx.Response | RawAnswer) -> tuple[int, str]:
@@ -109,7 +124,9 @@ def test_bad_files(server: ManyloraServer, client: httpx.Client, good: Expense, 
     assert list(server.data_dir.parent.rglob("PWNED")) == []
 
 
-def test_a_pattern_is_never_run(server: ManyloraServer, client: httpx.Client, good: Expense) -> None:
+def test_a_pattern_is_never_run(
+    server: ManyloraServer, client: httpx.Client, good: Expense
+) -> None:
     with measured(server) as expense:
         answer = upload_bytes(client, "bad", config_bytes(target_modules=EVIL_REGEX), GOOD.weights)
     assert answer.status_code == 201
@@ -129,14 +146,18 @@ def test_a_length_over_the_limit_is_refused_unread(server: ManyloraServer, good:
 def test_chunks_beyond_the_limit(server: ManyloraServer, good: Expense) -> None:
     endless = chunked([form_part("weights", b"")[:-2], *[bytes(1 << 20)] * 1024])
     with measured(server) as expense:
-        answer = exchange(server.url, upload_head(server.tenants["acme"], None), endless, send_bytes=1 << 20)
+        answer = exchange(
+            server.url, upload_head(server.tenants["acme"], None), endless, send_bytes=1 << 20
+        )
     assert outcome(answer) == (413, "upload.too_large")
     assert answer.sent < LIMIT + (16 << 20)
     assert_cheap(expense, good)
 
 
 @pytest.mark.parametrize("length", [GIB, None], ids=["length", "chunked"])
-@pytest.mark.parametrize("key", [None, "manylora_wrong", "manylora_0123456789abcdef_" + "x" * 43, "for something else"])
+@pytest.mark.parametrize(
+    "key", [None, "manylora_wrong", "manylora_0123456789abcdef_" + "x" * 43, "for something else"]
+)
 def test_a_gigabyte_without_a_key_for_it(
     server: ManyloraServer, inferring_key: str, good: Expense, key: str | None, length: int | None
 ) -> None:
@@ -145,8 +166,12 @@ def test_a_gigabyte_without_a_key_for_it(
     with measured(server) as expense:
         head = upload_head(inferring_key if is_known else key, length)
         answer = exchange(server.url, head, pieces if length else chunked(pieces))
-    assert (answer.status, answer.code == "forbidden") == ((403, True) if is_known else (401, False))
-    assert answer.sent < 1 << 20  # what two kernels keep between us and the server; the server itself takes less
+    assert (answer.status, answer.code == "forbidden") == (
+        (403, True) if is_known else (401, False)
+    )
+    assert (
+        answer.sent < 1 << 20
+    )  # what two kernels keep between us and the server; the server itself takes less
     assert expense.server_bytes < 10 << 20
     assert_cheap(expense, good)
 
@@ -164,11 +189,15 @@ FILENAMES = ["../../../../etc/cron.d/x", "/etc/cron.d/x", "..", "x/../../y", "C:
 
 
 @pytest.mark.parametrize("filename", FILENAMES, ids=lambda filename: filename[:30])
-def test_file_names_are_ignored(server: ManyloraServer, client: httpx.Client, filename: str) -> None:
+def test_file_names_are_ignored(
+    server: ManyloraServer, client: httpx.Client, filename: str
+) -> None:
     parts = [form_part("name", b"bad"), form_part("config", GOOD.config, filename)]
     body = b"".join([*parts, form_part("weights", GOOD.weights, filename), b"--b--\r\n"])
     around = set(server.data_dir.parent.iterdir())
-    answer = client.post("/v1/adapters", content=body, headers={"content-type": "multipart/form-data; boundary=b"})
+    answer = client.post(
+        "/v1/adapters", content=body, headers={"content-type": "multipart/form-data; boundary=b"}
+    )
     assert answer.status_code == 201, answer.text
     assert set(server.data_dir.parent.iterdir()) == around
     assert not Path("/etc/cron.d/x").exists()
@@ -188,7 +217,9 @@ def test_a_disk_that_is_full(server: ManyloraServer, client: httpx.Client, good:
     assert_cheap(expense, good)
 
 
-def test_a_database_that_is_away_at_commit(server: ManyloraServer, client: httpx.Client, good: Expense) -> None:
+def test_a_database_that_is_away_at_commit(
+    server: ManyloraServer, client: httpx.Client, good: Expense
+) -> None:
     database = server.data_dir / "registry.sqlite"
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -202,14 +233,18 @@ def test_a_database_that_is_away_at_commit(server: ManyloraServer, client: httpx
 
 @pytest.mark.parametrize("path", ["/v1/adapters", "/v1/completions"])
 @pytest.mark.parametrize("has_key", [True, False], ids=["key", "no key"])
-def test_a_million_chunks_of_a_byte(server: ManyloraServer, good: Expense, has_key: bool, path: str) -> None:
+def test_a_million_chunks_of_a_byte(
+    server: ManyloraServer, good: Expense, has_key: bool, path: str
+) -> None:
     is_upload = path == "/v1/adapters"
     kind = "multipart/form-data; boundary=b" if is_upload else "application/json"
     key = server.tenants["acme"] if has_key else None
     head = head_of("POST", path, key, Content_Type=kind, Transfer_Encoding="chunked")
     begun = next(chunked([form_part("weights", b"x")])) if is_upload else b""
     with measured(server) as expense:
-        answer = exchange(server.url, head, [begun, b"1\r\nx\r\n" * 1_000_000, b"0\r\n\r\n"], send_bytes=1 << 20)
+        answer = exchange(
+            server.url, head, [begun, b"1\r\nx\r\n" * 1_000_000, b"0\r\n\r\n"], send_bytes=1 << 20
+        )
     assert answer.status == (400 if has_key else 401)
     assert expense.server_cpu_s < 2 * MOST_CPU * (good.server_cpu_s + good.check_cpu_s)
     assert expense.server_bytes < MEMORY_BYTES

@@ -78,7 +78,9 @@ def make_tenants(trial: Trial, server: ManyloraServer) -> None:
 def one_life(trial: Trial, server: ManyloraServer) -> None:
     """Kill the engine some times, take the database away perhaps, and kill the API in the end."""
     trial.done["lives"] += 1
-    steps: list[Callable[[], None]] = [lambda: kill_engine(trial, server)] * trial.rng.randint(0, MOST_ENGINE_KILLS)
+    steps: list[Callable[[], None]] = [lambda: kill_engine(trial, server)] * trial.rng.randint(
+        0, MOST_ENGINE_KILLS
+    )
     if trial.done["lives"] % 2:
         steps.append(lambda: outage(trial, server))
     trial.rng.shuffle(steps)
@@ -91,7 +93,12 @@ def one_life(trial: Trial, server: ManyloraServer) -> None:
         with away(trial, trial.rng.choice(["stopped", "killed"]), server.data_dir):
             probes(trial, server)
             kill_api(trial, server)
-            with pytest.raises(RuntimeError, match="database_url names a database that cannot be used"), trial.server():
+            with (
+                pytest.raises(
+                    RuntimeError, match="database_url names a database that cannot be used"
+                ),
+                trial.server(),
+            ):
                 pytest.fail("it started without its database")
         trial.done["api kills without a database"] += 1
     else:
@@ -132,7 +139,11 @@ def outage(trial: Trial, server: ManyloraServer) -> None:
         ready = server.admin.get("/ready")
         assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
         trial.outage_s += time.monotonic() - started
-    wait_until(lambda: numbers <= {e.request_id for e in stored_events(server.data_dir, trial.database_url)})
+    wait_until(
+        lambda: (
+            numbers <= {e.request_id for e in stored_events(server.data_dir, trial.database_url)}
+        )
+    )
     trial.done[f"database {kind}"] += 1
 
 
@@ -175,7 +186,9 @@ def probes(trial: Trial, server: ManyloraServer) -> set[str]:
 
 
 def assert_refused(answer: httpx.Response) -> None:
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "db.unavailable"), answer.text
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "db.unavailable"), (
+        answer.text
+    )
     assert int(answer.headers["retry-after"]) >= 1
 
 
@@ -209,7 +222,11 @@ def check(trial: Trial, asked: list[Asked], events: list[Billed], server: Manylo
     billed = {event.request_id: event for event in events}
     assert len(billed) == len(events), "billed twice"
     assert set(billed) <= {each.request_id for each in asked}
-    wrong = [(each, billed.get(each.request_id)) for each in asked if not is_right(each, billed.get(each.request_id))]
+    wrong = [
+        (each, billed.get(each.request_id))
+        for each in asked
+        if not is_right(each, billed.get(each.request_id))
+    ]
     assert wrong == []
     totals = server.admin.get("/v1/usage").json()["totals"]
     for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
@@ -238,7 +255,11 @@ def is_right(asked: Asked, bill: Billed | None) -> bool:
             and bill.status in ENDS
             and (bill.prompt_tokens, bill.cached_tokens, bill.completion_tokens)
             == (seen.prompt_tokens, seen.cached_tokens, seen.tokens)
-            and (bill.status == "stop" or not asked.body["ignore_eos"] or seen.tokens == asked.asked_tokens)
+            and (
+                bill.status == "stop"
+                or not asked.body["ignore_eos"]
+                or seen.tokens == asked.asked_tokens
+            )
         )
     if seen.status not in (None, 200, 503):
         return False
@@ -248,7 +269,9 @@ def is_right(asked: Asked, bill: Billed | None) -> bool:
         return bill is not None and bill.status == "error" and bill.completion_tokens == seen.tokens
     if bill is None:
         return True
-    if bill.status in ENDS:  # the end was billed, as it must be before it goes out, and never went out
+    if (
+        bill.status in ENDS
+    ):  # the end was billed, as it must be before it goes out, and never went out
         return bill.completion_tokens <= asked.asked_tokens
     return bill.status == "interrupted" and bill.completion_tokens <= seen.tokens
 

@@ -15,7 +15,14 @@ import torch
 from drive_core import collect
 from manylora import LLM, demo
 from manylora.adapters.blobs.local import LocalBlobs
-from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.engine.sampling_params import BeamParams, SamplingParams
@@ -60,18 +67,29 @@ class Bench:
     def __init__(self, folder: Path, fields: dict[str, Any]) -> None:
         self.folder, self.model = folder, make_model(folder / "model", **fields)
         self.adapters = [
-            make_adapter(self.model, folder / f"rank{rank}", rank=rank, targets=ALL_LINEAR, seed=rank)
+            make_adapter(
+                self.model, folder / f"rank{rank}", rank=rank, targets=ALL_LINEAR, seed=rank
+            )
             for rank in (8, 16)
         ]
 
     @contextmanager
     def engine(
-        self, *, prefix_cache: bool, kib: float = 4096, costs: PageCosts | None = None, **scheduler: int
+        self,
+        *,
+        prefix_cache: bool,
+        kib: float = 4096,
+        costs: PageCosts | None = None,
+        **scheduler: int,
     ) -> Iterator[EngineParts]:
         config = Config(
             model=ModelConfig(path=str(self.model), dtype="float32", device="cpu", threads=1),
             memory=MemoryConfig(
-                gib=kib / (1 << 20), host_gib=0.01, poison=True, prefix_cache=prefix_cache, kv_dtype="int8"
+                gib=kib / (1 << 20),
+                host_gib=0.01,
+                poison=True,
+                prefix_cache=prefix_cache,
+                kv_dtype="int8",
             ),
             adapter=AdapterConfig(max_rank=64, slots=4),
             scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
@@ -86,14 +104,21 @@ class Bench:
 
     def requests(self, parts: EngineParts) -> list[GenerationRequest]:
         blobs = LocalBlobs(self.folder / "data" / "blobs")
-        refs = [None, *(store_adapter(blobs, adapter, parts.ready.base) for adapter in self.adapters)]
+        refs = [
+            None,
+            *(store_adapter(blobs, adapter, parts.ready.base) for adapter in self.adapters),
+        ]
         draw = torch.Generator().manual_seed(7)
         lengths = torch.randint(60, 200, (NUM_REQUESTS,), generator=draw).tolist()
         return [
             GenerationRequest(
                 request_id=f"r{index}",
-                prompt_token_ids=torch.randint(0, TINY_VOCAB_SIZE, (length,), generator=draw).tolist(),
-                params=SamplingParams(temperature=0.9, seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1),
+                prompt_token_ids=torch.randint(
+                    0, TINY_VOCAB_SIZE, (length,), generator=draw
+                ).tolist(),
+                params=SamplingParams(
+                    temperature=0.9, seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
+                ),
                 adapter=refs[index % 3],
             )
             for index, length in enumerate(lengths)
@@ -105,7 +130,9 @@ def answers(outputs: dict[str, list[RequestOutput]]) -> Answers:
     for name, parts in outputs.items():
         assert parts[-1].error is None, parts[-1].error
         scores = [entry.logprob for part in parts for entry in part.logprobs or []]
-        found[name] = list(zip([token for part in parts for token in part.token_ids], scores, strict=True))
+        found[name] = list(
+            zip([token for part in parts for token in part.token_ids], scores, strict=True)
+        )
     return found
 
 
@@ -153,13 +180,20 @@ def test_with_preemption(how: str, bench: Bench, undisturbed: Answers) -> None:
     """A pool in which all can start, and which is too small for what they grow to."""
     with bench.engine(prefix_cache=False, max_running=16, step_tokens=512) as parts:
         base, geometry = parts.ready.base, parts.ready.geometry
-        at_start = sum(geometry.pages(len(request.prompt_token_ids)) for request in bench.requests(parts))
+        at_start = sum(
+            geometry.pages(len(request.prompt_token_ids)) for request in bench.requests(parts)
+        )
     taken = sum(adapter_pages(adapter, base, geometry) for adapter in bench.adapters)
     kib = (1 + taken + at_start + 1) * geometry.page_bytes / 1024
-    with bench.engine(prefix_cache=True, kib=kib, costs=COSTS[how], max_running=16, step_tokens=2048) as parts:
+    with bench.engine(
+        prefix_cache=True, kib=kib, costs=COSTS[how], max_running=16, step_tokens=2048
+    ) as parts:
         requests = bench.requests(parts)
         for request in requests[1:3]:
-            collect(parts.core, [replace(request, prompt_token_ids=[1], params=SamplingParams(max_tokens=1))])
+            collect(
+                parts.core,
+                [replace(request, prompt_token_ids=[1], params=SamplingParams(max_tokens=1))],
+            )
             assert request.adapter is not None
             parts.core.residency.pin(request.adapter, True)
         assert_same(answers(collect(parts.core, requests)), undisturbed)
@@ -179,10 +213,14 @@ def test_forks_and_beams(bench: Bench) -> None:
         for choice in choices:
             alone |= answers(collect(parts.core, [choice]))
         beams = [replace(request, beam=BeamParams(width=3)) for request in prompts]
-        searched = {each.request_id: collect(parts.core, [each])[each.request_id][0].hypotheses for each in beams}
+        searched = {
+            each.request_id: collect(parts.core, [each])[each.request_id][0].hypotheses
+            for each in beams
+        }
     with bench.engine(prefix_cache=True, max_running=16, step_tokens=100) as parts:
         forks = [
-            replace(choice, fork_of=f"{choice.request_id[:-1]}0" if choice.choice_index else None) for choice in choices
+            replace(choice, fork_of=f"{choice.request_id[:-1]}0" if choice.choice_index else None)
+            for choice in choices
         ]
         outputs = collect(parts.core, [*forks, *beams])
         assert_same(answers({fork.request_id: outputs[fork.request_id] for fork in forks}), alone)

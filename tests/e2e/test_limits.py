@@ -28,12 +28,21 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
-    with manylora_server(tmp_path_factory.mktemp("limits"), "--dtype", "bfloat16", settings=SETTINGS) as running:
+    with manylora_server(
+        tmp_path_factory.mktemp("limits"), "--dtype", "bfloat16", settings=SETTINGS
+    ) as running:
         yield running
 
 
-def completion(client: httpx.Client, model: str, prompt_tokens: int, max_tokens: int) -> httpx.Response:
-    body = {"model": model, "prompt": [7] * prompt_tokens, "max_tokens": max_tokens, "ignore_eos": True}
+def completion(
+    client: httpx.Client, model: str, prompt_tokens: int, max_tokens: int
+) -> httpx.Response:
+    body = {
+        "model": model,
+        "prompt": [7] * prompt_tokens,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
     return client.post("/v1/completions", json=body)
 
 
@@ -59,7 +68,9 @@ LIMIT = 3000
 
 def limited_key(server: ManyloraServer, name: str) -> str:
     server.tenant(name)
-    answer = server.admin.patch(f"/v1/tenants/{name}", json={"limits": {"tokens_per_minute": LIMIT}})
+    answer = server.admin.patch(
+        f"/v1/tenants/{name}", json={"limits": {"tokens_per_minute": LIMIT}}
+    )
     assert answer.status_code == 200, answer.text
     return server.tenants[name]
 
@@ -79,12 +90,16 @@ async def hang_up(client: httpx.AsyncClient, rng: random.Random) -> int:
     }
     with contextlib.suppress(httpx.TimeoutException):
         if rng.random() < 0.5:
-            return (await client.post("/v1/completions", json=body, timeout=rng.uniform(0.001, 0.2))).status_code
+            return (
+                await client.post("/v1/completions", json=body, timeout=rng.uniform(0.001, 0.2))
+            ).status_code
         return await read_some(client, "/v1/completions", body, rng.choice([0, 1, 1, 20]))
     return 0
 
 
-async def read_some(client: httpx.AsyncClient, path: str, body: dict[str, Any], num_lines: int) -> int:
+async def read_some(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], num_lines: int
+) -> int:
     async with client.stream("POST", path, json={**body, "stream": True}) as answer:
         lines = answer.aiter_lines()
         for _ in range(num_lines):
@@ -104,7 +119,9 @@ async def until_refused(
     async def worker(seed: int) -> None:
         rng = random.Random(seed)
         headers = {"Authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=server.url, headers=headers, timeout=60, trust_env=False
+        ) as client:
             while statuses[429] < num_refusals:
                 statuses[await ask(client, rng)] += 1
 
@@ -112,7 +129,9 @@ async def until_refused(
     return statuses
 
 
-def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for_it(server: ManyloraServer) -> None:
+def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for_it(
+    server: ManyloraServer,
+) -> None:
     key, started = limited_key(server, "hurried"), time.monotonic()
     statuses = asyncio.run(until_refused(server, key, 300, hang_up))
     assert statuses[0] > 0 < statuses[200], statuses
@@ -129,14 +148,21 @@ def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for
     billed = totals["prompt_tokens"] + totals["completion_tokens"]
     assert counted == billed or minutes_since(started) > 1
     # An answer's last token is sampled and never computed again. What is found in the prefix cache is not computed.
-    worked = billed - totals["cached_tokens"] - sum(event["completion_tokens"] > 0 for event in events)
+    worked = (
+        billed - totals["cached_tokens"] - sum(event["completion_tokens"] > 0 for event in events)
+    )
     assert len(events) == totals["requests"]
     assert computed == worked
 
 
 async def chat_openly(client: httpx.AsyncClient, rng: random.Random) -> int:
     messages = [{"role": "user", "content": "hi"}]
-    body = {"model": DEMO_MODEL.name, "messages": messages, "ignore_eos": True, "stream": rng.random() < 0.5}
+    body = {
+        "model": DEMO_MODEL.name,
+        "messages": messages,
+        "ignore_eos": True,
+        "stream": rng.random() < 0.5,
+    }
     if rng.random() < 0.5:
         return await read_some(client, "/v1/chat/completions", body, rng.choice([1, 20, 500]))
     answer = await client.post("/v1/chat/completions", json=body)
@@ -154,11 +180,21 @@ def test_chats_without_a_bound_have_no_more_computed_than_the_limit(server: Many
         totals = client.get("/v1/usage").json()["totals"]
     most = minutes_since(started) * LIMIT
     assert LIMIT // 4 < totals["prompt_tokens"] + totals["completion_tokens"] <= most
-    assert server.engine()["service_tokens"]["talkative"] <= 1.1 * most  # a few steps pass until the engine is told
+    assert (
+        server.engine()["service_tokens"]["talkative"] <= 1.1 * most
+    )  # a few steps pass until the engine is told
 
 
-def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_were_killed(tmp_path: Path) -> None:
-    endless = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
+def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_were_killed(
+    tmp_path: Path,
+) -> None:
+    endless = {
+        "model": DEMO_MODEL.name,
+        "prompt": [5, 6, 7],
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+    }
 
     def used(server: ManyloraServer, key: str) -> dict[str, int]:
         with server.client(key) as client:

@@ -43,23 +43,43 @@ def test_the_paths_for_admins_are_those_that_refuse_a_tenant(server: ManyloraSer
     paths = client.get("/openapi.json").json()["paths"]
     refusing = set()
     for path, methods in paths.items():
-        answers = [client.request(method, path.replace("{", "").replace("}", "")) for method in methods]
+        answers = [
+            client.request(method, path.replace("{", "").replace("}", "")) for method in methods
+        ]
         if any("Only the admin key may call this route." in answer.text for answer in answers):
             refusing.add(path)
     assert refusing == {path for path in paths if re.search(ADMINS_ONLY, path)}
 
 
 @pytest.mark.parametrize("who", ["tenant", "admin"])
-def test_the_server_does_what_its_page_says(server: ManyloraServer, who: str, tmp_path: Path) -> None:
+def test_the_server_does_what_its_page_says(
+    server: ManyloraServer, who: str, tmp_path: Path
+) -> None:
     """Every value of the page; random ones for the caller whom an operation is for."""
     before = Trace.of(server).engine
-    command = [SCHEMATHESIS, "--config-file", str(config_file(tmp_path, who)), "run", f"{server.url}/openapi.json"]
+    command = [
+        SCHEMATHESIS,
+        "--config-file",
+        str(config_file(tmp_path, who)),
+        "run",
+        f"{server.url}/openapi.json",
+    ]
     command += ["--phases=coverage,fuzzing,stateful", "--mode=all", f"--max-examples={EXAMPLES}"]
-    command += ["--generation-deterministic", "--continue-on-failure", "--no-color", "--suppress-health-check=all"]
+    command += [
+        "--generation-deterministic",
+        "--continue-on-failure",
+        "--no-color",
+        "--suppress-health-check=all",
+    ]
     command += ["--exclude-checks", ",".join(NOT_PROMISED)]
-    command += ["-H", f"Authorization: Bearer {ADMIN_KEY if who == 'admin' else server.new_key('acme')}"]
+    command += [
+        "-H",
+        f"Authorization: Bearer {ADMIN_KEY if who == 'admin' else server.new_key('acme')}",
+    ]
     command += [f"--exclude-path={path}" for path in (*ENDLESS, *PAUSES)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "generated" in run.stdout
     assert Trace.of(server).engine == before

@@ -23,11 +23,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]
 
 
 def completion(client: httpx.Client, number: int, max_tokens: int) -> httpx.Response:
-    body = {"model": DEMO_MODEL.name, "prompt": f"tell {number}", "max_tokens": max_tokens, "ignore_eos": True}
+    body = {
+        "model": DEMO_MODEL.name,
+        "prompt": f"tell {number}",
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
     return client.post("/v1/completions", json=body)
 
 
-def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server: ManyloraServer) -> None:
+def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(
+    server: ManyloraServer,
+) -> None:
     flood, quiet = server.tenant("flood"), server.tenant("quiet")
     assert completion(quiet, 0, 4).status_code == 200
     answers: list[httpx.Response] = []
@@ -63,9 +70,13 @@ def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server
     assert sum(answer.status_code == 200 for answer in answers) >= 4
     page = server.admin.get("/metrics").text
     told = [
-        line for line in page.splitlines() if line.startswith("manylora_refused_total{") and 'tenant="flood"' in line
+        line
+        for line in page.splitlines()
+        if line.startswith("manylora_refused_total{") and 'tenant="flood"' in line
     ]
     assert sum(float(line.rpartition(" ")[2]) for line in told) == len(refused)
     assert not [
-        line for line in page.splitlines() if line.startswith("manylora_refused_total{") and 'tenant="quiet"' in line
+        line
+        for line in page.splitlines()
+        if line.startswith("manylora_refused_total{") and 'tenant="quiet"' in line
     ]

@@ -13,7 +13,12 @@ import pytest
 from idleness import PATIENCE_S, wait_until
 from manylora_server import DEMO_MODEL, ManyloraServer, stream_events
 
-BODY: dict[str, Any] = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True}
+BODY: dict[str, Any] = {
+    "model": DEMO_MODEL.name,
+    "prompt": [5, 6, 7],
+    "temperature": 0,
+    "ignore_eos": True,
+}
 LONG = BODY | {"max_tokens": 900, "return_token_ids": True}
 SHORT = BODY | {"max_tokens": 2}
 
@@ -60,7 +65,10 @@ def test_kept_streams_stand_still_and_go_on_with_the_same_tokens(server: Manylor
         time.sleep(0.5)  # what was on its way has come
         num_tokens, steps = len(kept.tokens), server.engine()["num_steps"]
         assert num_tokens < 900
-        later, late = pool.submit(ask, server), pool.submit(ask, server, **{"x-manylora-ttft-ms": "300"})
+        later, late = (
+            pool.submit(ask, server),
+            pool.submit(ask, server, **{"x-manylora-ttft-ms": "300"}),
+        )
         expired = late.result(PATIENCE_S)
         assert (expired.status_code, expired.json()["error"]["code"]) == (503, "deadline.queue")
         status = server.engine()

@@ -44,7 +44,9 @@ def processes_of(ray_folder: str) -> list[psutil.Process]:
     ]
 
 
-def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(tmp_path: Path, ray_folder: str) -> None:
+def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(
+    tmp_path: Path, ray_folder: str
+) -> None:
     home = tmp_path / "home"
     home.mkdir()
     own = {
@@ -59,7 +61,10 @@ def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(tmp_path:
             head.kill()
             assert lines[-1] != "data: [DONE]"
         assert "data: [DONE]" in lines
-        client, body = cluster.tenant("acme"), {"model": "manylora-demo", "prompt": "go on", "max_tokens": 4}
+        client, body = (
+            cluster.tenant("acme"),
+            {"model": "manylora-demo", "prompt": "go on", "max_tokens": 4},
+        )
         for _ in range(20):
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
@@ -67,13 +72,19 @@ def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(tmp_path:
         assert list(home.glob(".ray*")) == []
         # Ray cannot drain the replicas any more: the third signal ends it, and they drain by themselves.
         cluster.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "ray | INFO" in cluster.log.read_text().rpartition('"event": "drained"')[2])
+        wait_until(
+            lambda: "ray | INFO" in cluster.log.read_text().rpartition('"event": "drained"')[2]
+        )
         for _ in range(2):
             cluster.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)  # signals that come together are one
         assert cluster.process.wait(60) == 0
         wait_until(lambda: not servers_in(cluster.data_dir))
-    wait_until(lambda: not any(each.name() in ("raylet", "gcs_server") for each in processes_of(ray_folder)))
+    wait_until(
+        lambda: (
+            not any(each.name() in ("raylet", "gcs_server") for each in processes_of(ray_folder))
+        )
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
@@ -90,7 +101,10 @@ def test_a_replica_reports_its_load_and_is_drained_before_its_actor_ends(
         "MANYLORA_MEMORY__GIB": "0.0625",
         "MANYLORA_SERVER__DATA_DIR": str(tmp_path / "data"),
     }
-    with pytest.raises(ConfigError, match="MANYLORA_REGISTRY__DATABASE_URL is not in the environment of this Ray node"):
+    with pytest.raises(
+        ConfigError,
+        match="MANYLORA_REGISTRY__DATABASE_URL is not in the environment of this Ray node",
+    ):
         ManyloraReplica(settings, "127.0.0.1")
     monkeypatch.setenv("MANYLORA_REGISTRY__DATABASE_URL", f"sqlite:///{tmp_path}/registry.sqlite")
     first, second = ManyloraReplica(settings, "127.0.0.1"), ManyloraReplica(settings, "127.0.0.1")
@@ -116,7 +130,9 @@ def test_a_replica_reports_its_load_and_is_drained_before_its_actor_ends(
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_replica_that_does_not_start_ends_the_command_with_the_reason(tmp_path: Path, ray_folder: str) -> None:
+def test_a_replica_that_does_not_start_ends_the_command_with_the_reason(
+    tmp_path: Path, ray_folder: str
+) -> None:
     env = {
         **environment(),
         "MANYLORA_MODEL__PATH": str(DEMO_MODEL),
@@ -124,8 +140,12 @@ def test_a_replica_that_does_not_start_ends_the_command_with_the_reason(tmp_path
         "RAY_AUTH_MODE": "disabled",
     }
     command = [*MANYLORA, "cluster", "ray", json.dumps({"address": None, "cpus": 0.5})]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path
+    )
     assert done.returncode == 1, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("manylora: "))
     assert line.startswith("manylora: Ray does not run the replicas: ")
-    assert "MANYLORA_ADMIN_KEY is not in the environment of this Ray node" in done.stdout + done.stderr
+    assert (
+        "MANYLORA_ADMIN_KEY is not in the environment of this Ray node" in done.stdout + done.stderr
+    )

@@ -15,7 +15,12 @@ from manylora_server import DEMO_MODEL, ManyloraServer
 
 CLIENTS = 200
 SECONDS = 14
-SHOWN_OUT = {"nothing": (), "head": ("408",), "upload without key": ("401",), "text without key": ("401",)}
+SHOWN_OUT = {
+    "nothing": (),
+    "head": ("408",),
+    "upload without key": ("401",),
+    "text without key": ("401",),
+}
 """Whom the server leaves no time, and its last word."""
 SLOW_CLIENTS = Path(__file__).parents[1] / "support" / "slow_clients.py"
 
@@ -24,7 +29,9 @@ def test_two_hundred_slow_clients_hold_up_nobody(server: ManyloraServer) -> None
     server.tenant("slow")
     before = psutil.Process(server.process.pid).memory_info().rss
     arguments = [server.url, server.tenants["slow"], str(CLIENTS), str(SECONDS)]
-    with subprocess.Popen([sys.executable, str(SLOW_CLIENTS), *arguments], stdout=subprocess.PIPE) as clients:
+    with subprocess.Popen(
+        [sys.executable, str(SLOW_CLIENTS), *arguments], stdout=subprocess.PIPE
+    ) as clients:
         assert clients.stdout is not None
         assert clients.stdout.readline() == b"started\n"
         while clients.poll() is None:

@@ -18,7 +18,14 @@ import psutil
 import pytest
 
 from idleness import seconds_until_idle
-from manylora_server import DEMO_ADAPTERS, DEMO_MODEL, STEADY_MALLOC, ManyloraServer, manylora_server, upload_bytes
+from manylora_server import (
+    DEMO_ADAPTERS,
+    DEMO_MODEL,
+    STEADY_MALLOC,
+    ManyloraServer,
+    manylora_server,
+    upload_bytes,
+)
 from stream_client import Cut, exchange, stream
 
 pytestmark = pytest.mark.timeout(1800)
@@ -48,7 +55,15 @@ INVALID: list[dict[str, Any]] = [
     {"prompt": [5] * 5000},
     {"no_such_field": 1},
 ]
-KINDS = {"whole": 40, "streamed": 24, "cut": 12, "two choices": 8, "invalid": 10, "looked up": 5, "passing": 1}
+KINDS = {
+    "whole": 40,
+    "streamed": 24,
+    "cut": 12,
+    "two choices": 8,
+    "invalid": 10,
+    "looked up": 5,
+    "passing": 1,
+}
 """How often each kind of request comes; one that is passing uploads an adapter, asks it and deletes it."""
 
 
@@ -172,10 +187,18 @@ class Crowd:
                     after_s=self.rng.choice([None, 0, 0.01]),
                     tokens=self.rng.randint(0, 4),
                 )
-                return (await stream(self.server.url, self.key, "soak", {**body, "max_tokens": 60}, cut)).status or 0
+                return (
+                    await stream(self.server.url, self.key, "soak", {**body, "max_tokens": 60}, cut)
+                ).status or 0
             case "looked up":
                 path = self.rng.choice(
-                    ["/v1/models", "/v1/adapters", "/v1/adapters/pirate", "/v1/usage", "/v1/nothing"]
+                    [
+                        "/v1/models",
+                        "/v1/adapters",
+                        "/v1/adapters/pirate",
+                        "/v1/usage",
+                        "/v1/nothing",
+                    ]
                 )
                 return (await exchange(self.server.url, self.key, f"GET {path}"))[0]
             case _:
@@ -191,7 +214,9 @@ class Crowd:
         config["lora_alpha"] += self.num_passing  # so that each has its own digest
         weights = (DEMO_ADAPTERS / "pirate" / "adapter_model.safetensors").read_bytes()
         client = self.server.tenant("acme")
-        uploaded = await asyncio.to_thread(upload_bytes, client, name, json.dumps(config).encode(), weights)
+        uploaded = await asyncio.to_thread(
+            upload_bytes, client, name, json.dumps(config).encode(), weights
+        )
         assert uploaded.status_code == 201, uploaded.text
         asked = await self.complete({**body, "model": name})
         await exchange(self.server.url, self.key, f"DELETE /v1/adapters/{name}")
@@ -222,7 +247,9 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
     folder = tmp_path_factory.mktemp("soak")
     leak_while = folder / "leak"
     environment: dict[str, Any] = {**STEADY_MALLOC, "LEAK_WHILE": str(leak_while)}
-    with manylora_server(folder, "--dtype", "float32", program=PROGRAM, settings=SETTINGS, **environment) as server:
+    with manylora_server(
+        folder, "--dtype", "float32", program=PROGRAM, settings=SETTINGS, **environment
+    ) as server:
         server.publish("acme", *ADAPTERS)
         crowd = Crowd(server, server.tenants["acme"], random.Random(11))
         yield Soaked(crowd, rounds(crowd, 0, NUM_REQUESTS), leak_while)
@@ -231,7 +258,9 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
 def test_nothing_grows_in_thousands_of_requests(soaked: Soaked) -> None:
     statuses, samples = soaked.crowd.statuses, soaked.samples
     good = sum(count for (kind, status), count in statuses.items() if status == 200)
-    refused = sum(count for (kind, status), count in statuses.items() if kind == "invalid" and status >= 400)
+    refused = sum(
+        count for (kind, status), count in statuses.items() if kind == "invalid" and status >= 400
+    )
     assert good > 0.7 * NUM_REQUESTS
     assert refused == sum(count for (kind, _), count in statuses.items() if kind == "invalid")
     assert all(status < 500 for _, status in statuses), statuses
@@ -252,7 +281,12 @@ STILL = {"processes": 2, "threads": 17, "fds": 50, "rss_bytes": 900_000_000, "pa
 
 @pytest.mark.parametrize(
     ("lost", "noticed"),
-    [({}, None), ({"rss_bytes": 900 * ROUND}, None), ({"rss_bytes": 1100 * ROUND}, "rss"), ({"threads": 1}, "threads")]
+    [
+        ({}, None),
+        ({"rss_bytes": 900 * ROUND}, None),
+        ({"rss_bytes": 1100 * ROUND}, "rss"),
+        ({"threads": 1}, "threads"),
+    ]
     + [({name: 1}, name) for name in ("processes", "fds", "pages")],
 )
 def test_what_is_lost_in_each_round_is_noticed_and_what_only_wavers_is_not(
@@ -265,4 +299,6 @@ def test_what_is_lost_in_each_round_is_noticed_and_what_only_wavers_is_not(
         counts["rss_bytes"] += 20_000_000 * (number > 30)
         counts["fds"] += 3 * (number > 30)  # a connection that SQLite's pool had not made before
         samples.append(Sample(requests=ROUND * number, **counts))
-    assert list(growth(samples, max_bytes_per_request=MAX_BYTES_PER_REQUEST)) == ([noticed] if noticed else [])
+    assert list(growth(samples, max_bytes_per_request=MAX_BYTES_PER_REQUEST)) == (
+        [noticed] if noticed else []
+    )

@@ -54,7 +54,13 @@ class Answer:
 
 
 def ask(client: httpx.Client, model: str, prompt: list[int]) -> Answer:
-    body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     answer = client.post("/v1/completions", json={**body, "logprobs": 2})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -104,14 +110,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
         prompts: list[list[int]] = []
         answers: list[list[Answer]] = []
         while len(prompts) < NUM_PROMPTS:
-            prompt = [rng.randrange(6, 600) for _ in range(rng.randint(50, 75))]  # with a part of a page at the end
+            prompt = [
+                rng.randrange(6, 600) for _ in range(rng.randint(50, 75))
+            ]  # with a part of a page at the end
             said = [ask(client, model, prompt) for model in models]
-            if min(answer.lead for answer in said) > MIN_LEAD and len({answer.text for answer in said}) == len(said):
+            if min(answer.lead for answer in said) > MIN_LEAD and len(
+                {answer.text for answer in said}
+            ) == len(said):
                 prompts.append(prompt)
                 answers.append(said)
         assert {answer.cached_tokens for said in answers for answer in said} == {0}
         assert cached(client, "a@1", prompts) == [0] * NUM_PROMPTS
-        return Expected(prompts, *([said[place].text for said in answers] for place in range(len(models))))
+        return Expected(
+            prompts, *([said[place].text for said in answers] for place in range(len(models)))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +132,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]
         yield running
 
 
-def test_a_new_version_never_meets_the_prefixes_of_the_old_one(server: ManyloraServer, expected: Expected) -> None:
+def test_a_new_version_never_meets_the_prefixes_of_the_old_one(
+    server: ManyloraServer, expected: Expected
+) -> None:
     acme, prompts = server.tenant("acme"), expected.prompts
     page_tokens = server.engine()["ready"]["geometry"]["page_tokens"]
     publish(acme, OLD)
     assert cached(acme, "a", prompts) == [0] * NUM_PROMPTS
     assert texts(acme, "a", prompts) == expected.old
-    assert cached(acme, "a", prompts) == [(len(prompt) - 1) // page_tokens * page_tokens for prompt in prompts]
+    assert cached(acme, "a", prompts) == [
+        (len(prompt) - 1) // page_tokens * page_tokens for prompt in prompts
+    ]
 
     publish(acme, NEW)
     first = [ask(acme, "a", prompt) for prompt in prompts]
@@ -149,7 +165,9 @@ def test_a_new_version_never_meets_the_prefixes_of_the_old_one(server: ManyloraS
     assert texts(acme, BASE, prompts) == expected.base
 
 
-def test_no_tenant_meets_the_prefixes_of_another(server: ManyloraServer, expected: Expected) -> None:
+def test_no_tenant_meets_the_prefixes_of_another(
+    server: ManyloraServer, expected: Expected
+) -> None:
     prompts = expected.prompts
     globex, initech, hooli = (server.tenant(name) for name in ("globex", "initech", "hooli"))
     for client, files in ((globex, OLD), (initech, OLD), (hooli, NEW)):
@@ -160,14 +178,20 @@ def test_no_tenant_meets_the_prefixes_of_another(server: ManyloraServer, expecte
             assert [answer.cached_tokens for answer in first] == [0] * NUM_PROMPTS
             second = [ask(client, model, prompt) for prompt in prompts]
             assert min(answer.cached_tokens for answer in second) > 0
-            assert [answer.text for answer in first] == [answer.text for answer in second] == answers
+            assert (
+                [answer.text for answer in first] == [answer.text for answer in second] == answers
+            )
 
 
 def test_while_weights_are_replaced_each_answer_is_that_of_the_version_it_names(
     server: ManyloraServer, expected: Expected
 ) -> None:
     umbrella, prompts = server.tenant("umbrella"), expected.prompts
-    said = {"umbrella/a@1": expected.old, "umbrella/a@2": expected.new, "umbrella/a@3": expected.rescaled}
+    said = {
+        "umbrella/a@1": expected.old,
+        "umbrella/a@2": expected.new,
+        "umbrella/a@3": expected.rescaled,
+    }
     publish(umbrella, OLD)
     versions: list[str | None] = []
     is_over = threading.Event()

@@ -85,7 +85,9 @@ async def run(server: ManyloraServer, key: str, visits: list[Visit]) -> list[See
 @pytest.fixture(scope="module")
 def visited(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The server after the last, the visits with what they saw."""
-    with manylora_server(tmp_path_factory.mktemp("cuts"), "--dtype", "float32", settings=SETTINGS) as server:
+    with manylora_server(
+        tmp_path_factory.mktemp("cuts"), "--dtype", "float32", settings=SETTINGS
+    ) as server:
         server.publish("acme", *DEMO_NAMES)
         rng = random.Random(3)
         visits = [draw(rng, number) for number in range(NUM_STREAMS)]
@@ -100,7 +102,13 @@ Visited = tuple[ManyloraServer, list[tuple[Visit, Seen]]]
 def test_the_streams_were_cut_in_every_state(visited: Visited) -> None:
     _, visits = visited
     met = Counter(
-        "done" if seen.is_done else "unanswered" if seen.status is None else "no token" if not seen.tokens else "tokens"
+        "done"
+        if seen.is_done
+        else "unanswered"
+        if seen.status is None
+        else "no token"
+        if not seen.tokens
+        else "tokens"
         for _, seen in visits
     )
     assert all(met[state] >= NUM_STREAMS // 50 for state in ("done", "unanswered", "tokens")), met
@@ -138,8 +146,12 @@ def is_right(visit: Visit, seen: Seen, bill: Billed | None) -> bool:
     if bill.adapter != ("" if visit.body["model"] == BASE else visit.body["model"]):
         return False
     if seen.is_done:
-        return bill.status == "length" and bill.completion_tokens == seen.tokens == visit.asked_tokens
-    if bill.status == "length":  # the end was billed, as it must be before it goes out, and met a closed door
+        return (
+            bill.status == "length" and bill.completion_tokens == seen.tokens == visit.asked_tokens
+        )
+    if (
+        bill.status == "length"
+    ):  # the end was billed, as it must be before it goes out, and met a closed door
         # Where the server is slow, the engine's last outputs come together.
         return bill.completion_tokens == visit.asked_tokens and (
             not seen.is_all or seen.tokens >= visit.asked_tokens - MAX_STEPS_AHEAD

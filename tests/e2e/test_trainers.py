@@ -36,7 +36,12 @@ SETTLED = 100
 """Versions after which memory is read for the first time."""
 MOST_GROWTH = 16 << 20
 """Of all processes, from then to the end."""
-SETTINGS = {"model.threads": 1, "model.dtype": "float32", "memory.gib": 0.05, "memory.host_gib": 0.02}
+SETTINGS = {
+    "model.threads": 1,
+    "model.dtype": "float32",
+    "memory.gib": 0.05,
+    "memory.host_gib": 0.02,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,12 @@ class Training:
     def __post_init__(self) -> None:
         self.connect()
         draw = random.Random(7)
-        self.prompts = [[draw.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
-        config = LoraConfig(r=8, lora_alpha=16, target_modules=list(ALL_LINEAR), task_type="CAUSAL_LM")
+        self.prompts = [
+            [draw.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)
+        ]
+        config = LoraConfig(
+            r=8, lora_alpha=16, target_modules=list(ALL_LINEAR), task_type="CAUSAL_LM"
+        )
         self.model = get_peft_model(load_reference(self.base), config).eval()
 
     def connect(self) -> None:
@@ -79,8 +88,12 @@ class Training:
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.15)
-        tensors = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
-        made = self.client.push_ephemeral("policy", tensors, self.model.peft_config["default"], keep=2)
+        tensors = {
+            name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()
+        }
+        made = self.client.push_ephemeral(
+            "policy", tensors, self.model.peft_config["default"], keep=2
+        )
         assert made["is_new"]
         self.weights[made["digest"]] = tensors
         self.order.append(made["digest"])
@@ -91,7 +104,12 @@ class Training:
         number = index
         while not stopped.is_set():
             prompt, number = number % NUM_PROMPTS, number + 1
-            body = {"model": "policy", "prompt": self.prompts[prompt], "max_tokens": NUM_TOKENS, "temperature": 0}
+            body = {
+                "model": "policy",
+                "prompt": self.prompts[prompt],
+                "max_tokens": NUM_TOKENS,
+                "temperature": 0,
+            }
             flags = {"ignore_eos": True, "return_token_ids": True}
             answer = client.post("/v1/completions", json={**body, **flags})
             assert answer.status_code == 200, answer.text
@@ -103,8 +121,12 @@ class Training:
         """Compare each rollout with its version, all of a version in one forward pass."""
         for digest in dict.fromkeys(rollout.digest for rollout in self.rollouts):
             set_peft_model_state_dict(self.model, self.weights[digest])
-            distinct = {(own.prompt, tuple(own.tokens)) for own in self.rollouts if own.digest == digest}
-            rows = torch.tensor([[*self.prompts[prompt], *tokens] for prompt, tokens in sorted(distinct)])
+            distinct = {
+                (own.prompt, tuple(own.tokens)) for own in self.rollouts if own.digest == digest
+            }
+            rows = torch.tensor(
+                [[*self.prompts[prompt], *tokens] for prompt, tokens in sorted(distinct)]
+            )
             with torch.inference_mode():
                 logits = self.model(rows).logits[:, PROMPT_TOKENS - 1 : -1, :TINY_VOCAB_SIZE]
             chosen = logits.gather(2, rows[:, PROMPT_TOKENS:, None])[..., 0]
@@ -114,7 +136,9 @@ class Training:
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
     base = make_model(tmp_path / "base", "qwen2", max_position_embeddings=128, num_hidden_layers=1)
-    with manylora_server(tmp_path / "server", model=base, settings=SETTINGS, **STEADY_MALLOC) as server:
+    with manylora_server(
+        tmp_path / "server", model=base, settings=SETTINGS, **STEADY_MALLOC
+    ) as server:
         server.tenant("acme")
         yield Training(base, server)
 
@@ -133,7 +157,10 @@ def test_rollouts_get_the_tokens_of_the_version_they_began_with(training: Traini
     training.step(0)
     clients = [server.client(server.tenants["acme"]) for _ in range(ROLLOUTS)]
     with ThreadPoolExecutor(ROLLOUTS) as threads:
-        running = [threads.submit(training.roll_out, each, stopped, index) for index, each in enumerate(clients)]
+        running = [
+            threads.submit(training.roll_out, each, stopped, index)
+            for index, each in enumerate(clients)
+        ]
         try:
             for number in range(1, VERSIONS):
                 training.step(number)
@@ -148,12 +175,18 @@ def test_rollouts_get_the_tokens_of_the_version_they_began_with(training: Traini
     used = {rollout.digest for rollout in training.rollouts}
     assert len(training.order) == VERSIONS
     assert len(used) > VERSIONS // 4
-    assert len({tuple(rollout.tokens) for rollout in training.rollouts if rollout.prompt == 0}) > len(used) // 8
+    assert (
+        len({tuple(rollout.tokens) for rollout in training.rollouts if rollout.prompt == 0})
+        > len(used) // 8
+    )
     training.check()
     (first, first_files), (last, last_files) = sizes
     assert last - first < MOST_GROWTH
     assert last_files - first_files < ROLLOUTS + 8  # connections come and go
-    assert [version["version"] for version in training.client.list_versions("policy")] == [VERSIONS, VERSIONS - 1]
+    assert [version["version"] for version in training.client.list_versions("policy")] == [
+        VERSIONS,
+        VERSIONS - 1,
+    ]
     assert list((server.data_dir / "blobs").rglob("*/*/*/*")) == []
 
 

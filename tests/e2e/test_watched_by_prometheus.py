@@ -40,7 +40,9 @@ def prometheus(folder: Path, server: ManyloraServer, metrics_port: int) -> Itera
     program = require("prometheus", package="prometheus")
     text = RULES.with_name("prometheus.yaml").read_text()
     by_port = yaml.safe_load(text)
-    by_key = yaml.safe_load(re.sub(r"^    # (authorization:|  credentials_file:)", r"    \1", text, flags=re.MULTILINE))
+    by_key = yaml.safe_load(
+        re.sub(r"^    # (authorization:|  credentials_file:)", r"    \1", text, flags=re.MULTILINE)
+    )
     (job,), (keyed,) = by_port["scrape_configs"], by_key["scrape_configs"]
     job["static_configs"] = [{"targets": [f"127.0.0.1:{metrics_port}"]}]
     keyed["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
@@ -49,14 +51,24 @@ def prometheus(folder: Path, server: ManyloraServer, metrics_port: int) -> Itera
     key.write_text(f"{ADMIN_KEY}\n")
     keyed["authorization"]["credentials_file"] = str(key)
     config = {**by_port, "scrape_configs": [job, keyed], "rule_files": [str(RULES)]}
-    config["global"] = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s")
+    config["global"] = dict.fromkeys(
+        ("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s"
+    )
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
-    options = ("--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address={address}")
+    options = (
+        "--config.file=prometheus.yaml",
+        "--storage.tsdb.path=data",
+        f"--web.listen-address={address}",
+    )
     with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen([program, *options], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [program, *options], cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
     try:
-        with httpx.Client(base_url=f"http://{address}/api/v1", timeout=10, trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"http://{address}/api/v1", timeout=10, trust_env=False
+        ) as client:
             yield client
     finally:
         process.terminate()
@@ -65,7 +77,12 @@ def prometheus(folder: Path, server: ManyloraServer, metrics_port: int) -> Itera
 
 def answered(client: httpx.Client, expr: str) -> list[dict[str, Any]]:
     """What Prometheus says to an expression."""
-    for variable, value in {"$__rate_interval": "1m", "$instance": ".*", "$tenant": ".*", "$adapter": ".*"}.items():
+    for variable, value in {
+        "$__rate_interval": "1m",
+        "$instance": ".*",
+        "$tenant": ".*",
+        "$adapter": ".*",
+    }.items():
         expr = expr.replace(variable, value)
     answer = client.get("/query", params={"query": expr})
     assert answer.status_code == 200, (expr, answer.text)
@@ -74,7 +91,10 @@ def answered(client: httpx.Client, expr: str) -> list[dict[str, Any]]:
 
 def is_up(client: httpx.Client) -> bool:
     try:
-        if client.get("/query", params={"query": "1"}).status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        if (
+            client.get("/query", params={"query": "1"}).status_code
+            == httpx.codes.SERVICE_UNAVAILABLE
+        ):
             return False  # it still starts
         found = answered(client, "up == 1 and on (job) count_over_time(up[1m]) >= 3")
     except httpx.TransportError:
@@ -99,7 +119,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 def test_every_panel_shows_something(watched: httpx.Client) -> None:
     asked = {where: expr for where, expr, _ in expressions() if where.startswith("manylora-")}
-    wait_until(lambda: {where for where, expr in asked.items() if not answered(watched, expr)} == QUIET)
+    wait_until(
+        lambda: {where for where, expr in asked.items() if not answered(watched, expr)} == QUIET
+    )
 
 
 def test_every_rule_is_evaluated_and_no_alert_fires(watched: httpx.Client) -> None:
@@ -115,4 +137,8 @@ def test_every_rule_is_evaluated_and_no_alert_fires(watched: httpx.Client) -> No
 def test_it_was_the_metrics_of_this_server(watched: httpx.Client) -> None:
     counts = 'sum by (job) (manylora_requests_total{tenant="shop"})'
     expected = {"manylora": "3", "by-key": "3"}
-    wait_until(lambda: {one["metric"]["job"]: one["value"][1] for one in answered(watched, counts)} == expected)
+    wait_until(
+        lambda: (
+            {one["metric"]["job"]: one["value"][1] for one in answered(watched, counts)} == expected
+        )
+    )

@@ -34,7 +34,9 @@ class NoLora:
 
 
 def request(name: str, adapter: AdapterRef | None = None) -> GenerationRequest:
-    return GenerationRequest(request_id=name, prompt_token_ids=[5, 6, 7, 8, 9], params=PARAMS, adapter=adapter)
+    return GenerationRequest(
+        request_id=name, prompt_token_ids=[5, 6, 7, 8, 9], params=PARAMS, adapter=adapter
+    )
 
 
 def operators(core: EngineCore) -> list[str]:
@@ -69,9 +71,13 @@ def test_base_requests_run_the_same_operators_with_adapters_resident_and_in_a_bu
             parts.core.close()
 
     with_lora = build_engine(config)
-    fresh, resident = run(with_lora, store_adapter(LocalBlobs(config.blob_dir), folder, with_lora.ready.base))
+    fresh, resident = run(
+        with_lora, store_adapter(LocalBlobs(config.blob_dir), folder, with_lora.ready.base)
+    )
     monkeypatch.setattr(build, "PagedLora", NoLora)
     without_lora = build_engine(config)
     _, bare = run(without_lora, None)
     assert resident == fresh == bare
-    assert sum("linear" in name or "mm" in name for name in bare) > PARAMS.max_tokens * 4, "the steps were profiled"
+    assert sum("linear" in name or "mm" in name for name in bare) > PARAMS.max_tokens * 4, (
+        "the steps were profiled"
+    )

@@ -59,9 +59,13 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def request(request_id: str, tokens: list[int], adapter: AdapterRef | None = None) -> GenerationRequest:
+def request(
+    request_id: str, tokens: list[int], adapter: AdapterRef | None = None
+) -> GenerationRequest:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=adapter)
+    return GenerationRequest(
+        request_id=request_id, prompt_token_ids=tokens, params=params, adapter=adapter
+    )
 
 
 def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:
@@ -76,7 +80,9 @@ def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:
     assert ready.number_format == "float32"
 
 
-def test_attention_is_chosen_for_the_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_chosen_for_the_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def kernels(device: torch.device, dtype: torch.dtype, attention: AttentionNeeds) -> Kernels:
@@ -89,10 +95,16 @@ def test_attention_is_chosen_for_the_model(model: Path, tmp_path: Path, monkeypa
     parts.core.close()
     (needs,) = asked
     spec, geometry = read_spec(model), parts.ready.geometry
-    assert (needs.setting, needs.num_heads, needs.num_kv_heads) == ("auto", spec.num_heads, spec.num_kv_heads)
+    assert (needs.setting, needs.num_heads, needs.num_kv_heads) == (
+        "auto",
+        spec.num_heads,
+        spec.num_kv_heads,
+    )
     assert (needs.head_dim, needs.page_tokens) == (geometry.head_dim, geometry.page_tokens)
     assert (needs.windows, needs.is_kv_int8) == (spec.sliding_windows, False)
-    with pytest.raises(ConfigError, match=r"model\.attention: flashinfer computes on a CUDA device only"):
+    with pytest.raises(
+        ConfigError, match=r"model\.attention: flashinfer computes on a CUDA device only"
+    ):
         build_engine(replace(config, model=replace(config.model, attention="flashinfer")))
 
 
@@ -105,7 +117,9 @@ def test_a_device_without_memory_for_the_largest_step_is_told_what_to_lower(
     monkeypatch.setattr(build, "runs_beside_host", lambda _: True)
     monkeypatch.setattr(StepPrograms, "prepare", prepare)
     monkeypatch.setattr(build, "cuda_graphs", lambda: None)
-    with pytest.raises(ConfigError, match=r"memory\.gib: .* no memory for a step of 16 tokens .*2\.28 GiB.* less"):
+    with pytest.raises(
+        ConfigError, match=r"memory\.gib: .* no memory for a step of 16 tokens .*2\.28 GiB.* less"
+    ):
         build_engine(settings(model, tmp_path))
 
 
@@ -144,7 +158,9 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
             super().pause()
 
     monkeypatch.setattr("manylora.engine.build.LoadPace", WatchedPace)
-    monkeypatch.setattr("manylora.memory.arena.BYTES_AT_ONCE", 0)  # else nothing is left for the copier
+    monkeypatch.setattr(
+        "manylora.memory.arena.BYTES_AT_ONCE", 0
+    )  # else nothing is left for the copier
     config = settings(model, tmp_path)
     parts = build_engine(config)
     try:

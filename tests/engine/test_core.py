@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from manylora.engine.core import CHECK_DIVISOR, MAX_FAILURES
-from manylora.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
+from manylora.engine.execution.step_history import (
+    NUM_KEPT_BATCHES,
+    NUM_KEPT_STEPS,
+    NUM_SHOWN_ADAPTERS,
+)
 from manylora.engine.fairness.prices import Prices
 from manylora.engine.request import FlowKey
 from manylora.engine.scheduling.chunks import Chunks
@@ -19,7 +23,9 @@ from manylora.errors import EngineError, PageAccountingError
 from simulation.driven import Simulator, adapter, expected_tokens, request
 
 
-def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     simulator = Simulator()
     simulator.runner.fail_on = {6}
     for name in ("a", "b"):
@@ -48,7 +54,9 @@ def test_results_that_do_not_fit_the_plan_fail_the_step(monkeypatch: pytest.Monk
     assert simulator.last("one").finish_reason == "error"
 
 
-def test_what_was_committed_before_a_step_failed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_committed_before_a_step_failed_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = Simulator()
     execute = simulator.runner.execute
 
@@ -65,7 +73,9 @@ def test_what_was_committed_before_a_step_failed_is_not_lost(monkeypatch: pytest
     assert simulator.last("broken").finish_reason == "error"
 
 
-def test_a_plan_that_fails_ends_what_runs_and_the_engine_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fails_ends_what_runs_and_the_engine_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = Simulator()
     simulator.submit(request("one", max_tokens=50))
     simulator.pump()
@@ -79,7 +89,9 @@ def test_a_plan_that_fails_ends_what_runs_and_the_engine_lives_on(monkeypatch: p
     assert simulator.last("two").finish_reason == "length"
 
 
-def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = Simulator(num_pages=4)
     simulator.submit(request("one", prompt=4, max_tokens=8))
     simulator.pump()
@@ -94,14 +106,20 @@ def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: 
 
 
 @pytest.mark.parametrize("part", ["plan", "execute"])
-def test_an_engine_that_fails_several_times_in_a_row_gives_up(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_several_times_in_a_row_gives_up(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulator = Simulator()
-    monkeypatch.setattr(simulator.scheduler if part == "plan" else simulator.runner, part, lambda *_: 1 / 0)
+    monkeypatch.setattr(
+        simulator.scheduler if part == "plan" else simulator.runner, part, lambda *_: 1 / 0
+    )
     for index in range(MAX_FAILURES - 1):
         simulator.submit(request(str(index)))
         simulator.pump()
     simulator.submit(request("last"))
-    with pytest.raises(EngineError, match="3 plans or steps in a row failed; the engine must be started again"):
+    with pytest.raises(
+        EngineError, match="3 plans or steps in a row failed; the engine must be started again"
+    ):
         simulator.pump()
 
 
@@ -123,12 +141,16 @@ LOST = torch.AcceleratorError("an illegal memory access was encountered", 700)
     [
         LOST,
         RuntimeError("CUDA error: device-side assert triggered"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"
+        ),
         RuntimeError("CUDA driver error: an illegal instruction was encountered"),
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     ],
 )
-def test_an_engine_that_has_lost_its_device_gives_up_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_has_lost_its_device_gives_up_at_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulator = Simulator()
     monkeypatch.setattr(simulator.runner, "execute", Mock(side_effect=error))
     simulator.submit(request("one"))
@@ -161,9 +183,22 @@ def test_a_step_for_which_the_device_lacks_memory_is_a_failed_step(
 
 @pytest.mark.parametrize(
     "part",
-    ["tick", "fence", "copy", "table", "plan", "commit", "fail_step", "complete", "note_step", "pages of a step"],
+    [
+        "tick",
+        "fence",
+        "copy",
+        "table",
+        "plan",
+        "commit",
+        "fail_step",
+        "complete",
+        "note_step",
+        "pages of a step",
+    ],
 )
-def test_the_error_of_a_kernel_ends_the_engine_wherever_it_shows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_kernel_ends_the_engine_wherever_it_shows(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulator = Simulator(load_ticks=0)
     owners = {
         "tick": (simulator.residency, "tick"),
@@ -191,7 +226,12 @@ def test_a_device_that_is_lost_while_an_adapter_is_copied_ends_the_engine(
     simulator, copy = Simulator(load_ticks=0), Mock(side_effect=LOST)
     if is_on_host:
         simulator.put_on_host(adapter("x"))
-    for name, value in (("pages_at_once", pages_at_once), ("fence", lambda: None), ("copy_now", copy), ("copy", copy)):
+    for name, value in (
+        ("pages_at_once", pages_at_once),
+        ("fence", lambda: None),
+        ("copy_now", copy),
+        ("copy", copy),
+    ):
         monkeypatch.setattr(simulator.store, name, value, raising=False)
     simulator.submit(request("one", ref=adapter("x")))
     with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
@@ -207,7 +247,9 @@ def test_the_accounts_are_checked_when_the_engine_falls_idle() -> None:
         simulator.pump()
 
 
-def test_verifying_the_accounts_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifying_the_accounts_takes_a_small_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With many cached blocks it takes long, and an engine with little to do falls idle after every request."""
     simulator = Simulator(checked=False)
     check = simulator.pool.check
@@ -243,9 +285,18 @@ def test_status_tells_what_the_last_steps_did() -> None:
     assert (status.running, status.waiting) == (1, 0)
     assert status.last_step_age_s == 2.0
     last = status.last_steps[-1]
-    assert (last.requests, last.tokens, last.prefill_tokens, last.adapters, last.base_requests) == (2, 2, 0, 1, 1)
+    assert (last.requests, last.tokens, last.prefill_tokens, last.adapters, last.base_requests) == (
+        2,
+        2,
+        0,
+        1,
+        1,
+    )
     assert status.last_steps[0].prefill_tokens == 5
-    assert (status.pages["kv"], status.pages["prefix"]) == (1, 2)  # the prompts' full blocks are cached
+    assert (status.pages["kv"], status.pages["prefix"]) == (
+        1,
+        2,
+    )  # the prompts' full blocks are cached
     assert [resident.running for resident in status.residents] == [1]
     assert simulator.core.status().seq == 2
 
@@ -317,12 +368,18 @@ def test_the_last_output_of_an_aborted_request_tells_what_was_computed_for_it(
     simulator.core.abort("one")
     simulator.pump()
     last = simulator.last("one")
-    assert (last.finish_reason, last.token_ids, last.computed_prompt_tokens) == ("abort", [], computed)
+    assert (last.finish_reason, last.token_ids, last.computed_prompt_tokens) == (
+        "abort",
+        [],
+        computed,
+    )
     assert len(simulator.tokens("one")) == outputs
 
 
 @pytest.mark.parametrize("max_tokens", [3, 0])
-def test_the_last_output_of_a_request_that_ends_by_itself_tells_of_its_whole_prompt(max_tokens: int) -> None:
+def test_the_last_output_of_a_request_that_ends_by_itself_tells_of_its_whole_prompt(
+    max_tokens: int,
+) -> None:
     simulator = Simulator(step_tokens=8)
     simulator.submit(request("one", prompt=20, max_tokens=max_tokens))
     simulator.run()
@@ -366,13 +423,17 @@ def test_status_counts_kernels_that_were_compiled_until_the_engine_closes() -> N
     watch.end.assert_called_once_with()
 
 
-def test_scores_that_are_no_numbers_end_their_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_that_are_no_numbers_end_their_own_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = Simulator()
     execute = simulator.runner.execute
 
     def spoil(plan: StepPlan) -> list[ChunkResult]:
         return [
-            replace(result, token_id=None, is_non_finite=True) if result.request_id == "wild" else result
+            replace(result, token_id=None, is_non_finite=True)
+            if result.request_id == "wild"
+            else result
             for result in execute(plan)
         ]
 

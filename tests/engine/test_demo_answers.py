@@ -13,7 +13,10 @@ from manylora import demo
 from manylora.engine.llm import LLM
 from manylora.engine.sampling_params import SamplingParams
 
-GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +34,15 @@ def test_answers_are_those_that_are_recorded(device: str, cuda_graphs: bool, cou
         for name, answer in question["answers"].items()
     ]
     drawn = random.Random(0).choices(asked, k=count)
-    settings: dict[str, Any] = {"memory_gib": 1 / 512, "host_gib": 1 / 64, "max_running": 16, "poison": True}
-    with LLM(demo.MODEL, device=device, dtype="float32", cuda_graphs=cuda_graphs, **settings) as llm:
+    settings: dict[str, Any] = {
+        "memory_gib": 1 / 512,
+        "host_gib": 1 / 64,
+        "max_running": 16,
+        "poison": True,
+    }
+    with LLM(
+        demo.MODEL, device=device, dtype="float32", cuda_graphs=cuda_graphs, **settings
+    ) as llm:
         programs: Any = llm.engine.core._runner._programs
         is_recorded = programs is not None and programs.num_recorded > 0
         assert is_recorded == (device == "cuda" and cuda_graphs)

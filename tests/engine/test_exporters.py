@@ -22,7 +22,9 @@ from manylora.errors import AdapterError
 from tiny_models import TINY_VOCAB_SIZE, load_reference, make_model
 
 TOLERANCE = 1e-4
-EVERY_LOGPROB = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=TINY_VOCAB_SIZE, ignore_eos=True)
+EVERY_LOGPROB = SamplingParams(
+    max_tokens=1, temperature=0.0, prompt_logprobs=TINY_VOCAB_SIZE, ignore_eos=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def base(model: Path) -> BaseShape:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(model, device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, threads=1) as llm:
+    with LLM(
+        model, device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, threads=1
+    ) as llm:
         yield llm
 
 
@@ -70,7 +74,9 @@ def test_what_is_served_equals_peft(
     case = SERVED[name]
     truth = case.make(load_reference(model), tmp_path)
     assert ((truth - own).abs().max() > 0.1) == (name != "untrained")
-    torch.testing.assert_close(logprobs(llm, tmp_path), truth[:-1].log_softmax(dim=-1), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(
+        logprobs(llm, tmp_path), truth[:-1].log_softmax(dim=-1), rtol=TOLERANCE, atol=TOLERANCE
+    )
     report = read(tmp_path, base).report
     assert report["dtype"] == ["F32"]
     assert report["layout"] == case.layout
@@ -83,7 +89,9 @@ def test_what_is_served_equals_peft(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_with_the_hint(name: str, model: Path, base: BaseShape, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_with_the_hint(
+    name: str, model: Path, base: BaseShape, tmp_path: Path
+) -> None:
     case = REFUSED[name]
     case.make(load_reference(model), tmp_path)
     with pytest.raises(AdapterError) as caught:
@@ -99,8 +107,15 @@ def test_the_recipe_for_a_pickle_makes_an_adapter_that_is_served(
 ) -> None:
     REFUSED["a pickle"].make(load_reference(model), tmp_path)
     with pytest.raises(AdapterError) as caught:
-        read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), tmp_path / "adapter_model.bin", base, 64)
+        read_checkpoint(
+            (tmp_path / "adapter_config.json").read_bytes(),
+            tmp_path / "adapter_model.bin",
+            base,
+            64,
+        )
     recipe = shlex.split(caught.value.message[caught.value.message.index("python -c") :])
     subprocess.run([sys.executable, *recipe[1:]], cwd=tmp_path, check=True)
     truth = SERVED["plain"].make(load_reference(model), tmp_path / "plain")
-    torch.testing.assert_close(logprobs(llm, tmp_path), truth[:-1].log_softmax(dim=-1), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(
+        logprobs(llm, tmp_path), truth[:-1].log_softmax(dim=-1), rtol=TOLERANCE, atol=TOLERANCE
+    )

@@ -28,7 +28,9 @@ MakeVariant = Callable[[str], Path]
 class RoundingCache(DynamicCache):
     """Keeps what is left of keys and values after they were stored in 8 bits."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **named: Any
+    ) -> Any:
         return super().update(rounded(key_states), rounded(value_states), *arguments, **named)
 
 
@@ -59,7 +61,9 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> MakeVariant:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.inference_mode()
-def test_logits_equal_those_of_transformers_over_a_cache_that_rounds(name: str, variant: MakeVariant) -> None:
+def test_logits_equal_those_of_transformers_over_a_cache_that_rounds(
+    name: str, variant: MakeVariant
+) -> None:
     tokens = prompt(70)
     reference = load_reference(variant(name))
     plain, expected = (
@@ -97,10 +101,14 @@ def test_layers_in_several_groups_equal_layers_in_one(variant: MakeVariant) -> N
     one = StepDriver(variant("llama"), is_kv_int8=True)
     halved = replace(one.geometry, num_groups=2, layers_per_group=2)
     several = StepDriver(variant("llama"), geometry=halved)
-    torch.testing.assert_close(several.logits_alone(tokens), one.logits_alone(tokens), rtol=0, atol=0)
+    torch.testing.assert_close(
+        several.logits_alone(tokens), one.logits_alone(tokens), rtol=0, atol=0
+    )
 
 
-def test_an_adapter_that_overflows_ends_its_own_chunk_only(variant: MakeVariant, tmp_path: Path) -> None:
+def test_an_adapter_that_overflows_ends_its_own_chunk_only(
+    variant: MakeVariant, tmp_path: Path
+) -> None:
     """Its keys and values are not finite, and no number in 8 bits can say so but their scale."""
     driver = StepDriver(variant("llama"), is_kv_int8=True)
     wild = driver.load_adapter(make_adapter(variant("llama"), tmp_path, targets=ALL_LINEAR))

@@ -19,7 +19,14 @@ GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(DEMO / "manylora-demo", device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, threads=1) as llm:
+    with LLM(
+        DEMO / "manylora-demo",
+        device="cpu",
+        dtype="float32",
+        memory_gib=0.05,
+        host_gib=0.05,
+        threads=1,
+    ) as llm:
         yield llm
 
 
@@ -49,16 +56,25 @@ def test_seeded_sampling_repeats_itself(llm: LLM) -> None:
     alone = llm.generate("Hello", params)
     beside = llm.generate(["Hello", "What", "Where is"], params)
     assert beside[0] == alone[0]
-    assert llm.generate("Hello", SamplingParams(max_tokens=20, temperature=1.5, seed=12, ignore_eos=True)) != alone
+    assert (
+        llm.generate(
+            "Hello", SamplingParams(max_tokens=20, temperature=1.5, seed=12, ignore_eos=True)
+        )
+        != alone
+    )
 
 
 def test_chat_uses_the_models_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Where are you?"}]
-    assert [llm.chat(messages, GREEDY)] == llm.generate([llm.tokenizer.chat_prompt(messages)], GREEDY)
+    assert [llm.chat(messages, GREEDY)] == llm.generate(
+        [llm.tokenizer.chat_prompt(messages)], GREEDY
+    )
 
 
 def test_logprobs_are_there_when_asked_for(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
     (completion,) = llm.generate("Hello, how", params)
     assert completion.logprobs is not None
     assert [entry.token_id for entry in completion.logprobs] == completion.token_ids
@@ -116,7 +132,10 @@ def test_an_unknown_setting_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_was_trained_again_is_another_adapter(llm: LLM, tmp_path: Path) -> None:
     prompt = llm.tokenizer.chat_prompt([{"role": "user", "content": "Where are you?"}])
-    expected = [llm.generate([prompt], GREEDY, DEMO / "adapters" / name)[0].text for name in ("pirate", "shout")]
+    expected = [
+        llm.generate([prompt], GREEDY, DEMO / "adapters" / name)[0].text
+        for name in ("pirate", "shout")
+    ]
     answers = []
     for name in ("pirate", "shout"):
         shutil.copytree(DEMO / "adapters" / name, tmp_path / "mine", dirs_exist_ok=True)

@@ -10,7 +10,15 @@ import torch
 
 from manylora.kernels import dispatch
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model, prompt, reference_logits
+from tiny_models import (
+    ALL_LINEAR,
+    ARCHITECTURES,
+    load_reference,
+    make_adapter,
+    make_model,
+    prompt,
+    reference_logits,
+)
 
 TOLERANCE = 1e-4
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -18,7 +26,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "all-rank1": {"rank": 1, "alpha": 2, "targets": ALL_LINEAR},
     "all-rank13": {"rank": 13, "targets": ALL_LINEAR},
     "all-rank64": {"rank": 64, "alpha": 32, "targets": ALL_LINEAR},
-    "mlp-rslora": {"rank": 16, "alpha": 4, "targets": ("gate_proj", "down_proj"), "use_rslora": True},
+    "mlp-rslora": {
+        "rank": 16,
+        "alpha": 4,
+        "targets": ("gate_proj", "down_proj"),
+        "use_rslora": True,
+    },
     "patterns": {
         "rank": 4,
         "targets": ALL_LINEAR,
@@ -41,10 +54,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def adapters(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def adapters(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Path]:
     root = tmp_path_factory.mktemp("adapters")
     wanted = [("llama", name) for name in ADAPTERS]
-    wanted += [(model, name) for model in ARCHITECTURES if model != "llama" for name in QWEN_ADAPTERS]
+    wanted += [
+        (model, name) for model in ARCHITECTURES if model != "llama" for name in QWEN_ADAPTERS
+    ]
     return {
         (model, name): make_adapter(models[model], root / model / name, seed=seed, **ADAPTERS[name])
         for seed, (model, name) in enumerate(wanted)
@@ -76,11 +93,16 @@ def test_a_mixed_batch_equals_peft_row_by_row(
     if not has_compiler:
         monkeypatch.setattr(dispatch, "native_library", lambda: None)
     driver = StepDriver(models["llama"])
-    folders: list[Path | None] = [None, *(folder for (model, _), folder in adapters.items() if model == "llama")]
+    folders: list[Path | None] = [
+        None,
+        *(folder for (model, _), folder in adapters.items() if model == "llama"),
+    ]
     slots = [None if folder is None else driver.load_adapter(folder) for folder in folders]
     order = [3, 0, 5, 1, 7, 2, 0, 6, 4, 3]
     prompts = [prompt(5 + 3 * place, seed=place) for place in range(len(order))]
-    requests = [driver.request(tokens, slots[which]) for tokens, which in zip(prompts, order, strict=True)]
+    requests = [
+        driver.request(tokens, slots[which]) for tokens, which in zip(prompts, order, strict=True)
+    ]
 
     whole = driver.logits(requests)
     for request in requests:
@@ -114,7 +136,13 @@ def test_the_same_prompt_answers_differently_per_adapter_and_the_same_in_any_ord
     models: dict[str, Path], adapters: dict[tuple[str, str], Path]
 ) -> None:
     driver = StepDriver(models["llama"])
-    slots = [None, *(driver.load_adapter(adapters["llama", name]) for name in ("qv-rank8", "all-rank13", "patterns"))]
+    slots = [
+        None,
+        *(
+            driver.load_adapter(adapters["llama", name])
+            for name in ("qv-rank8", "all-rank13", "patterns")
+        ),
+    ]
     tokens = prompt(9, seed=5)
 
     apart = [driver.generate([driver.request(tokens, slot)], 10)[0] for slot in slots]

@@ -12,7 +12,13 @@ from manylora import LLM
 from manylora.engine.sampling_params import SamplingParams
 
 DEMO = Path(__file__).resolve().parents[2] / "manylora" / "demo" / "manylora-demo"
-PROMPTS = ["The quick brown", "One two three four five six seven", "A", "To be or not to be", "In the beginning"] * 2
+PROMPTS = [
+    "The quick brown",
+    "One two three four five six seven",
+    "A",
+    "To be or not to be",
+    "In the beginning",
+] * 2
 PARAMS = [
     SamplingParams(max_tokens=24, temperature=0.0),
     SamplingParams(max_tokens=40, temperature=1.5, seed=1),
@@ -23,7 +29,9 @@ PARAMS = [
     SamplingParams(max_tokens=25, temperature=1.4, seed=6, bad_words=((40, 41), (42,))),
     SamplingParams(max_tokens=12, temperature=1.2, seed=7),
     SamplingParams(max_tokens=1, temperature=0.0, logprobs=1),
-    SamplingParams(max_tokens=22, temperature=1.3, seed=8, stop_token_ids=tuple(range(60, 100)), logprobs=0),
+    SamplingParams(
+        max_tokens=22, temperature=1.3, seed=8, stop_token_ids=tuple(range(60, 100)), logprobs=0
+    ),
 ]
 GRAMMARS = [None] * 7 + ["start: /[1-9][0-9]{2,5}/", None, None]
 
@@ -33,7 +41,15 @@ def llms() -> Iterator[dict[str, LLM]]:
     with ExitStack() as stack:
         yield {
             overlap: stack.enter_context(
-                LLM(DEMO, device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, max_running=7, overlap=overlap)
+                LLM(
+                    DEMO,
+                    device="cpu",
+                    dtype="float32",
+                    memory_gib=0.05,
+                    host_gib=0.05,
+                    max_running=7,
+                    overlap=overlap,
+                )
             )
             for overlap in ("off", "on")
         }
@@ -41,7 +57,9 @@ def llms() -> Iterator[dict[str, LLM]]:
 
 def test_completions_are_the_same(llms: dict[str, LLM]) -> None:
     """All kinds of requests in one batch; some wait for a row, and some end by what nobody knows ahead."""
-    said = {overlap: llm.generate(PROMPTS, PARAMS, grammar=GRAMMARS) for overlap, llm in llms.items()}
+    said = {
+        overlap: llm.generate(PROMPTS, PARAMS, grammar=GRAMMARS) for overlap, llm in llms.items()
+    }
     assert said["on"] == said["off"]
     llms["on"].engine.core.check()
     counts = llms["on"].engine.pool.counts()

@@ -28,7 +28,9 @@ PARAMS = [
 GRAMMARS = [None, None, None, 'start: %json {"enum": ["red", "blue"]}']
 
 
-def generate(model: Path, adapters: list[Path | None], overlap: str) -> list[tuple[list[int], str | None]]:
+def generate(
+    model: Path, adapters: list[Path | None], overlap: str
+) -> list[tuple[list[int], str | None]]:
     llm = LLM(
         str(model),
         overlap=overlap,
@@ -46,9 +48,13 @@ def generate(model: Path, adapters: list[Path | None], overlap: str) -> list[tup
         llm.close()
 
 
-def test_an_engine_of_programs_gives_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_programs_gives_the_tokens_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
-    folders = [make_adapter(model, tmp_path / str(rank), rank=rank, targets=ALL_LINEAR) for rank in (8, 16)]
+    folders = [
+        make_adapter(model, tmp_path / str(rank), rank=rank, targets=ALL_LINEAR) for rank in (8, 16)
+    ]
     adapters = [folders[0], folders[1], None, folders[0]]
     expected = generate(model, adapters, "off")
     assert expected[3][1] == "stop", "the grammar ends it"

@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def gguf(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_gguf(model, tmp_path / "tiny.gguf", {})  # in 32 bits, so that the answers are those of the model
+    write_gguf(
+        model, tmp_path / "tiny.gguf", {}
+    )  # in 32 bits, so that the answers are those of the model
     return tmp_path / "tiny.gguf"
 
 
@@ -73,7 +75,9 @@ def test_adapters_of_the_original_are_refused_on_a_checkpoint_with_scaled_inputs
 def test_a_checkpoint_without_scaled_inputs_takes_adapters(model: Path, tmp_path: Path) -> None:
     made = make_quantised(model, tmp_path, CASES["nf4"].config, CASES["nf4"].encode)
     with LLM(made.stored, **SETTINGS) as llm:
-        assert llm.generate("Hello", GREEDY, make_adapter(made.decoded, tmp_path / "adapter"))[0].token_ids
+        assert llm.generate("Hello", GREEDY, make_adapter(made.decoded, tmp_path / "adapter"))[
+            0
+        ].token_ids
 
 
 def test_a_rotated_checkpoint_does_not_start(model: Path, tmp_path: Path) -> None:

@@ -15,12 +15,25 @@ from manylora.kernels.native.library import native_library
 from manylora.kernels.weight_format import WeightFormat
 from rounded_models import round_linears
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model, prompt, reference_logits
+from tiny_models import (
+    ALL_LINEAR,
+    ARCHITECTURES,
+    load_reference,
+    make_adapter,
+    make_model,
+    prompt,
+    reference_logits,
+)
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qv-rank8": {"rank": 8},
     "all-rank13": {"rank": 13, "targets": ALL_LINEAR},
-    "mlp-rslora": {"rank": 16, "alpha": 4, "targets": ("gate_proj", "down_proj"), "use_rslora": True},
+    "mlp-rslora": {
+        "rank": 16,
+        "alpha": 4,
+        "targets": ("gate_proj", "down_proj"),
+        "use_rslora": True,
+    },
 }
 FORMATS = pytest.mark.parametrize("weights", ["int8", "int4"])
 MAX_ERRORS = {"int8": 0.02, "int4": 0.2}
@@ -76,7 +89,10 @@ def test_logits_come_close_to_those_of_weights_that_are_not_rounded(
     model.save_pretrained(tmp_path)
     tokens = prompt(40, seed=3)
     exact = reference_logits(reference(tmp_path, "bf16"), tokens)
-    assert error(StepDriver(tmp_path, weights=weights).logits_alone(tokens), exact) < MAX_ERRORS[weights]
+    assert (
+        error(StepDriver(tmp_path, weights=weights).logits_alone(tokens), exact)
+        < MAX_ERRORS[weights]
+    )
 
 
 @FORMATS
@@ -95,7 +111,9 @@ def test_adapters_read_what_is_not_rounded_and_add_to_the_output(
     slots = [None if folder is None else driver.load_adapter(folder) for folder in folders]
     order = [3, 0, 1, 2, 0, 3]
     prompts = [prompt(5 + 3 * place, seed=place) for place in range(len(order))]
-    mixed = driver.logits([driver.request(tokens, slots[which]) for tokens, which in zip(prompts, order, strict=True)])
+    mixed = driver.logits(
+        [driver.request(tokens, slots[which]) for tokens, which in zip(prompts, order, strict=True)]
+    )
     base = reference_logits(reference(models["qwen2"], weights), prompts[0])
     for tokens, which, logits in zip(prompts, order, mixed, strict=True):
         expected = reference_logits(reference(models["qwen2"], weights), tokens, folders[which])
@@ -114,7 +132,9 @@ def test_rows_have_the_same_bits_alone_in_a_batch_and_in_chunks(
     slots = [None, *(driver.load_adapter(folder) for folder in adapters.values())]
     prompts = [prompt(5 + 9 * place, seed=place) for place in range(len(slots))]
     alone = [driver.logits_alone(tokens, slot) for tokens, slot in zip(prompts, slots, strict=True)]
-    together = driver.logits([driver.request(tokens, slot) for tokens, slot in zip(prompts, slots, strict=True)])
+    together = driver.logits(
+        [driver.request(tokens, slot) for tokens, slot in zip(prompts, slots, strict=True)]
+    )
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one, other)
     request = driver.request(prompts[3], slots[3])

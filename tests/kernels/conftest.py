@@ -22,18 +22,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in ("dtype", "case"):
         if name in metafunc.fixturenames:
             pairs = [
-                pytest.param(impl, value, id=f"{impl.name}-{str(value).removeprefix('torch.')}", marks=marks(impl))
+                pytest.param(
+                    impl,
+                    value,
+                    id=f"{impl.name}-{str(value).removeprefix('torch.')}",
+                    marks=marks(impl),
+                )
                 for impl in found
                 for value in (impl.dtypes if name == "dtype" else metafunc.module.cases(impl))
                 if name == "dtype" or value.dtype in impl.dtypes
             ]
             metafunc.parametrize(("impl", name), pairs, indirect=["impl"])
             return
-    metafunc.parametrize("impl", [pytest.param(impl, id=impl.name, marks=marks(impl)) for impl in found], indirect=True)
+    metafunc.parametrize(
+        "impl",
+        [pytest.param(impl, id=impl.name, marks=marks(impl)) for impl in found],
+        indirect=True,
+    )
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], ctypes.CDLL]:
+def compiled(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Callable[[str], ctypes.CDLL]:
     """The CPU kernels compiled for one of `BUILDS`: once, as their file is named after all that goes into it."""
     own = tmp_path_factory.getbasetemp()
     folder = (own if worker_id == "master" else own.parent) / "libraries"
@@ -51,7 +62,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callab
 
 @pytest.fixture
 def impl(
-    request: pytest.FixtureRequest, compiled: Callable[[str], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    compiled: Callable[[str], ctypes.CDLL],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Implementation]:
     """An implementation; one in C++ is that of its build until the test ends."""
     found: Implementation = request.param

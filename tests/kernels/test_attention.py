@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch.nn import functional
 
-from implementations import BF16, CPU, F16, F32, FLASHINFER, INTERPRETS, TORCH, Implementation, num_threads
+from implementations import (
+    BF16,
+    CPU,
+    F16,
+    F32,
+    FLASHINFER,
+    INTERPRETS,
+    TORCH,
+    Implementation,
+    num_threads,
+)
 from implementations import IMPLEMENTATIONS as SINGLE
 from manylora.kernels.flashinfer.attention import HEAD_DIMS
 from manylora.kernels.native.attention import TASK_ROWS
@@ -21,7 +31,18 @@ from scattered_kv import DECODE, LAYER, MIXED, AttentionCase, ScatteredKv
 IMPLEMENTATIONS = [*SINGLE, FLASHINFER]
 
 # C++ computes keys 64 at a time, and cuts a run of rows after TASK_ROWS of all its heads.
-AROUND_BLOCKS = ((1, 63), (1, 64), (1, 65), (1, 130), (63, 63), (3, 66), (1, 0), (65, 130), (2, 0), (64, 128))
+AROUND_BLOCKS = (
+    (1, 63),
+    (1, 64),
+    (1, 65),
+    (1, 130),
+    (63, 63),
+    (3, 66),
+    (1, 0),
+    (65, 130),
+    (2, 0),
+    (64, 128),
+)
 AROUND_PAGES = [token for token in range(200) if token % 16 in (0, 1, 7, 15)]
 LONG_PROMPTS = ((TASK_ROWS + 5, TASK_ROWS + 5), (1, 70), (2 * TASK_ROWS + 1, 2 * TASK_ROWS + 90))
 LONG_DECODE = ((1, 1500), (64, 300), (130, 130), (1, 257))
@@ -45,7 +66,11 @@ CASES = [
         AttentionCase(requests, *heads, page_tokens, dtype, next(WINDOWS), padding_rows=3)
         for requests in (AROUND_BLOCKS, MIXED)
         for heads, page_tokens, dtype in zip(
-            ((*heads, head_dim) for head_dim in (16, 24, 64, 80, 128) for heads in ((2, 2), (6, 2), (7, 1), (16, 2))),
+            (
+                (*heads, head_dim)
+                for head_dim in (16, 24, 64, 80, 128)
+                for heads in ((2, 2), (6, 2), (7, 1), (16, 2))
+            ),
             itertools.cycle((16, 64, 128)),
             itertools.cycle((F32, BF16, BF16, F32, F16)),
             strict=False,
@@ -61,7 +86,11 @@ CASES = [
 NAN = torch.tensor(float("nan"))
 GPU_CASES = [
     AttentionCase(requests, *sizes, dtype, window, padding_rows=padding)
-    for requests, padding in ((DECODE, 0), (MIXED, 3), (((1, 1500), (64, 512), (512, 512), (1, 257)), 0))
+    for requests, padding in (
+        (DECODE, 0),
+        (MIXED, 3),
+        (((1, 1500), (64, 512), (512, 512), (1, 257)), 0),
+    )
     for sizes in ((14, 2, 64, 64), (32, 8, 128, 16), (4, 4, 16, 32))
     for dtype in (F32, F16, BF16)
     for window in (None, 100)
@@ -77,14 +106,18 @@ FLASHINFER_CASES = [
 def cases(impl: Implementation) -> list[AttentionCase]:
     """What an implementation is compared with the oracle for."""
     if impl is FLASHINFER:
-        return FLASHINFER_CASES + [case for case in CASES if case.head_dim in HEAD_DIMS and not impl.is_interpreted]
+        return FLASHINFER_CASES + [
+            case for case in CASES if case.head_dim in HEAD_DIMS and not impl.is_interpreted
+        ]
     if impl.is_interpreted:
         return SMALL_CASES
     return CASES if impl.device == CPU else [*SMALL_CASES, *GPU_CASES]
 
 
 @functools.cache
-def operands_and_expected(case: AttentionCase, device: torch.device) -> tuple[ScatteredKv, torch.Tensor]:
+def operands_and_expected(
+    case: AttentionCase, device: torch.device
+) -> tuple[ScatteredKv, torch.Tensor]:
     operands = ScatteredKv(case, device)
     return operands, operands.attend(ORACLES.paged_attention)
 
@@ -94,7 +127,12 @@ def each_alone(impl: Implementation, operands: ScatteredKv) -> Iterator[tuple[to
     row = 0
     for index, (rows, context) in enumerate(operands.case.requests):
         own = slice(row, row + rows)
-        yield operands.attend_to(impl.kernels.paged_attention, index, context - rows, context, operands.q[own]), own
+        yield (
+            operands.attend_to(
+                impl.kernels.paged_attention, index, context - rows, context, operands.q[own]
+            ),
+            own,
+        )
         row += rows
 
 
@@ -113,12 +151,17 @@ def test_the_oracle_equals_attention_over_dense_keys() -> None:
     row = 0
     for (rows, context), table in zip(case.requests, operands.block_tables, strict=True):
         k, v = (
-            operands.arena[table, LAYER, part].permute(1, 0, 2, 3).flatten(1, 2)[:, :context].repeat_interleave(2, 0)
+            operands.arena[table, LAYER, part]
+            .permute(1, 0, 2, 3)
+            .flatten(1, 2)[:, :context]
+            .repeat_interleave(2, 0)
             for part in (0, 1)
         )
         mask = torch.ones(rows, context, dtype=torch.bool).tril(context - rows)
         q = operands.q[row : row + rows].transpose(0, 1)
-        dense = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+        dense = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[
+            0
+        ]
         assert_rows_close(out[row : row + rows], dense.transpose(0, 1))
         row += rows
 
@@ -138,7 +181,17 @@ def test_a_request_gives_the_same_alone_and_beside_others(
 ) -> None:
     if impl.leaves_out(window, dtype):
         return
-    requests = ((9, 130), (1, 200), (40, 170), (1, 64), (30, 30), (1, 65), (0, 20), (8, 90), (1, 500))
+    requests = (
+        (9, 130),
+        (1, 200),
+        (40, 170),
+        (1, 64),
+        (30, 30),
+        (1, 65),
+        (0, 20),
+        (8, 90),
+        (1, 500),
+    )
     operands = ScatteredKv(AttentionCase(requests, 7, 1, 80, 64, dtype, window), impl.device)
     together = operands.attend(impl.kernels.paged_attention)
     for alone, rows in each_alone(impl, operands):
@@ -169,7 +222,9 @@ def test_a_token_gives_the_same_alone_and_in_any_chunk(
 
 def test_results_repeat_bit_by_bit(impl: Implementation, dtype: torch.dtype) -> None:
     num_heads = 4 if impl.is_interpreted else 14
-    operands = ScatteredKv(AttentionCase(((130, 140), (1, 500), (1, 65)), num_heads, 2, 64, 16, dtype), impl.device)
+    operands = ScatteredKv(
+        AttentionCase(((130, 140), (1, 500), (1, 65)), num_heads, 2, 64, 16, dtype), impl.device
+    )
     with num_threads(1):
         first = operands.attend(impl.kernels.paged_attention)
     for threads in (1, 2) if impl.is_bitwise else (1,):
@@ -181,7 +236,9 @@ def test_results_repeat_bit_by_bit(impl: Implementation, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_nan_comes_out_of_the_rows_that_see_it(window: int | None, impl: Implementation, dtype: torch.dtype) -> None:
+def test_a_nan_comes_out_of_the_rows_that_see_it(
+    window: int | None, impl: Implementation, dtype: torch.dtype
+) -> None:
     if impl.leaves_out(window, dtype):
         return
     requests = ((100, 100), (1, 90), (12, 70), (1, 100))
@@ -189,7 +246,12 @@ def test_a_nan_comes_out_of_the_rows_that_see_it(window: int | None, impl: Imple
     clean = operands.attend(impl.kernels.paged_attention)
     seen = torch.zeros(clean.shape[:2], dtype=torch.bool)
     seen[30 : 100 if window is None else 30 + window, 3:] = True
-    place = (operands.block_tables[0][1], 1, 30 % 16, 5)  # position 30 of the first request, in one head
+    place = (
+        operands.block_tables[0][1],
+        1,
+        30 % 16,
+        5,
+    )  # position 30 of the first request, in one head
     for pages, parts in ((operands.k_pages, slice(None)), (operands.v_pages, slice(5, 6))):
         before = pages[place].clone()
         pages[place] = NAN.to(dtype)
@@ -197,7 +259,9 @@ def test_a_nan_comes_out_of_the_rows_that_see_it(window: int | None, impl: Imple
         pages[place] = before
         assert out[seen][:, parts].isnan().all()
         # In values, 0 times NaN may reach other rows of the same request.
-        others = ~seen if parts == slice(None) and impl.is_bitwise else torch.arange(len(out)) >= 100
+        others = (
+            ~seen if parts == slice(None) and impl.is_bitwise else torch.arange(len(out)) >= 100
+        )
         assert torch.equal(bits(out[others]), bits(clean[others]))
 
 
@@ -205,16 +269,26 @@ def test_layers_of_a_step_may_differ_in_window_and_strides(impl: Implementation)
     operands = ScatteredKv(AttentionCase(MIXED), impl.device)
     pages = operands.k_pages, operands.v_pages
     for window, (k, v) in ((None, pages), (10, pages), (10, [each.contiguous() for each in pages])):
-        operands.case, operands.k_pages, operands.v_pages = replace(operands.case, window=window), k, v
-        assert_rows_close(operands.attend(impl.kernels.paged_attention), operands.attend(ORACLES.paged_attention))
+        operands.case, operands.k_pages, operands.v_pages = (
+            replace(operands.case, window=window),
+            k,
+            v,
+        )
+        assert_rows_close(
+            operands.attend(impl.kernels.paged_attention), operands.attend(ORACLES.paged_attention)
+        )
 
 
-def test_scores_beyond_the_range_of_weights_are_no_error(impl: Implementation, dtype: torch.dtype) -> None:
+def test_scores_beyond_the_range_of_weights_are_no_error(
+    impl: Implementation, dtype: torch.dtype
+) -> None:
     operands = ScatteredKv(AttentionCase(((70, 70), (1, 130)), dtype=dtype), impl.device)
     operands.scale = 300.0
     out = operands.attend(impl.kernels.paged_attention)
     if dtype == F32 or impl.is_bitwise:
-        assert_rows_close(out, operands.attend(ORACLES.paged_attention), 1000 if dtype == F32 else 1)
+        assert_rows_close(
+            out, operands.attend(ORACLES.paged_attention), 1000 if dtype == F32 else 1
+        )
     assert out.isfinite().all()
 
 
@@ -258,7 +332,10 @@ def test_torch_operators_prepare_once_for_all_layers() -> None:
 def test_torch_operators_do_not_pad_items_to_the_longest() -> None:
     operands = ScatteredKv(AttentionCase(((1, 2000), (1, 20), (1, 25), (1, 1990), (1, 30))))
     operands.attend(TORCH.kernels.paged_attention)
-    assert [(bucket.count, bucket.length) for bucket in prepared_by(operands).buckets] == [(2, 2000), (3, 30)]
+    assert [(bucket.count, bucket.length) for bucket in prepared_by(operands).buckets] == [
+        (2, 2000),
+        (3, 30),
+    ]
 
 
 def test_torch_operators_bound_the_memory_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

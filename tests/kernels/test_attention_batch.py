@@ -55,7 +55,9 @@ def pages_of(rows: AttentionRows, start: int, tokens: int) -> list[int]:
 
 
 def test_rows_name_the_pages_of_each_item_and_tile() -> None:
-    batch = AttentionBatch.build([[3, 4, 5], [9], [1, 2, 6, 7], []], [1, 2, 33, 1], [40, 16, 50, 0], CPU, 16)
+    batch = AttentionBatch.build(
+        [[3, 4, 5], [9], [1, 2, 6, 7], []], [1, 2, 33, 1], [40, 16, 50, 0], CPU, 16
+    )
     rows = batch.rows(group=8, window=0)
     assert rows.item_rows.tolist() == [0, 1, 2, 36]
     assert rows.item_lens.tolist() == [40, 15, 16, 0]
@@ -64,10 +66,15 @@ def test_rows_name_the_pages_of_each_item_and_tile() -> None:
         for start, length in zip(rows.item_tables.tolist(), rows.item_lens.tolist(), strict=True)
     ] == [[3, 4, 5], [9], [9], []]
     tiles = rows.tiles.T.tolist()
-    assert [tile[:3] for tile in tiles] == [[35, 1, 49], [19, 16, 33], [3, 16, 17]], "the longest first"
+    assert [tile[:3] for tile in tiles] == [[35, 1, 49], [19, 16, 33], [3, 16, 17]], (
+        "the longest first"
+    )
     assert {tuple(pages_of(rows, start, 50)) for *_, start in tiles} == {(1, 2, 6, 7)}
     assert rows.work[0].tolist() == [0, 1, 2, 3, 4]
-    assert {rows.work[0].dtype, *(t.dtype for t in (rows.block_table, rows.item_rows, rows.tiles))} == {torch.int32}
+    assert {
+        rows.work[0].dtype,
+        *(t.dtype for t in (rows.block_table, rows.item_rows, rows.tiles)),
+    } == {torch.int32}
     assert (rows.page_tokens, rows.num_partials) == (16, 0)
 
 
@@ -85,7 +92,9 @@ def test_rows_are_made_once_for_all_layers_and_their_work_for_each_window() -> N
 
 
 def test_an_item_is_split_by_what_it_sees_alone() -> None:
-    lens = np.array([0, 1, 255, 256, 257, 511, 512, 513, 64 * 256, 64 * 256 + 1, 64 * 512 + 1, 131_072, -1])
+    lens = np.array(
+        [0, 1, 255, 256, 257, 511, 512, 513, 64 * 256, 64 * 256 + 1, 64 * 512 + 1, 131_072, -1]
+    )
     assert num_splits(lens, 0).tolist() == [1, 1, 1, 1, 2, 2, 2, 3, 64, 33, 33, 64, 0]
     assert num_splits(lens, 500).tolist() == [1, 1, 1, 1, *[2] * 8, 0]
     assert split_starts(lens[[2, -1, 4, 7]], 0).tolist() == [0, 1, 1, 3, 6]
@@ -119,11 +128,19 @@ def test_what_is_on_a_device_is_taken_as_it_is_and_refused_on_a_cpu() -> None:
     rows = operands.batch.rows(2, 0)
     operands.batch = AttentionBatch.of_rows(rows, 1)
     assert operands.batch.rows(2, 0) is rows
-    assert (operands.batch.num_rows, operands.batch.page_tokens, operands.batch.device) == (1, 16, CPU)
-    with pytest.raises(ValueError, match=r"window: expected one of \[0\], whose work is known, got 7"):
+    assert (operands.batch.num_rows, operands.batch.page_tokens, operands.batch.device) == (
+        1,
+        16,
+        CPU,
+    )
+    with pytest.raises(
+        ValueError, match=r"window: expected one of \[0\], whose work is known, got 7"
+    ):
         operands.batch.rows(2, 7)
     for kernels in (TORCH.kernels, NATIVE[0].kernels):
-        with pytest.raises(ValueError, match="batch: expected one made of lists, got one of rows on a device"):
+        with pytest.raises(
+            ValueError, match="batch: expected one made of lists, got one of rows on a device"
+        ):
             operands.attend(kernels.paged_attention)
 
 
@@ -150,7 +167,9 @@ def test_impossible_requests_are_refused() -> None:
         AttentionBatch.build([[1]], [1, 1], [1], CPU, 16)
     with pytest.raises(ValueError, match=r"query_lens\[0\]: expected 0 to its context of 3, got 4"):
         AttentionBatch.build([[1]], [4], [3], CPU, 16)
-    with pytest.raises(ValueError, match=r"context_lens\[1\]: expected at most 16 tokens of 1 pages, got 17"):
+    with pytest.raises(
+        ValueError, match=r"context_lens\[1\]: expected at most 16 tokens of 1 pages, got 17"
+    ):
         AttentionBatch.build([[1], [2]], [1, 1], [3, 17], CPU, 16)
 
 

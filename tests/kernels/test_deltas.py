@@ -35,7 +35,10 @@ def leaves_out(impl: Implementation, row_slots: list[int], dtype: torch.dtype) -
 
 with_batches = pytest.mark.parametrize(
     ("row_slots", "tile_rows"),
-    [*(pytest.param(row_slots, 16, id=name) for name, row_slots in BATCHES.items()), (BATCHES["prompt and rows"], 64)],
+    [
+        *(pytest.param(row_slots, 16, id=name) for name, row_slots in BATCHES.items()),
+        (BATCHES["prompt and rows"], 64),
+    ],
 )
 
 
@@ -81,7 +84,9 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 @with_batches
-def test_the_gate_of_a_delta(row_slots: list[int], tile_rows: int, impl: Implementation, dtype: torch.dtype) -> None:
+def test_the_gate_of_a_delta(
+    row_slots: list[int], tile_rows: int, impl: Implementation, dtype: torch.dtype
+) -> None:
     if leaves_out(impl, row_slots, dtype):
         return
     site = Site(row_slots, (100, 100), dtype, impl.device, tile_rows)
@@ -100,27 +105,41 @@ def test_the_norm_of_a_delta_and_the_residual(
     residual, weight = impl.randn((len(row_slots), width), dtype), impl.randn((width,), dtype, 1)
     before = residual.clone()
     for _ in range(2):  # the second finds the counters that the first has left
-        fused = impl.kernels.fused_add_rms_norm(site.lora.y.clone(), residual, weight, 1e-6, site.delta(impl))
+        fused = impl.kernels.fused_add_rms_norm(
+            site.lora.y.clone(), residual, weight, 1e-6, site.delta(impl)
+        )
         composed = impl.kernels.fused_add_rms_norm(site.added(impl), residual, weight, 1e-6)
         for got, expected in zip(fused, composed, strict=True):
             assert torch.equal(bits(got), bits(expected))
     assert torch.equal(residual, before)
-    expected_normed, _ = ORACLES.fused_add_rms_norm(site.lora.expected(), residual.cpu(), weight.cpu(), 1e-6)
+    expected_normed, _ = ORACLES.fused_add_rms_norm(
+        site.lora.expected(), residual.cpu(), weight.cpu(), 1e-6
+    )
     assert_rows_close(fused[0].cpu(), expected_normed, 4)
     assert not _counters(residual.device).any()
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["as they are", "int8"])
-@pytest.mark.parametrize(("sizes", "tile_rows"), [((4, 2, 24), 16), ((3, 1, 64), 64), ((2, 2, 128), 16)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "tile_rows"), [((4, 2, 24), 16), ((3, 1, 64), 64), ((2, 2, 128), 16)], ids=str
+)
 def test_heads_of_a_delta(
-    sizes: tuple[int, int, int], tile_rows: int, is_int8: bool, impl: Implementation, dtype: torch.dtype
+    sizes: tuple[int, int, int],
+    tile_rows: int,
+    is_int8: bool,
+    impl: Implementation,
+    dtype: torch.dtype,
 ) -> None:
     if impl.is_interpreted and is_int8 == (dtype == F32):
         return  # it is slow
     q_heads, kv_heads, head_dim = sizes
-    case = AttentionCase(((1, 9), (2, 5), (1, 1), (1, 0)), *sizes, 16, dtype, padding_rows=14, is_int8=is_int8)
+    case = AttentionCase(
+        ((1, 9), (2, 5), (1, 1), (1, 0)), *sizes, 16, dtype, padding_rows=14, is_int8=is_int8
+    )
     row_slots = [-1, 1, 1, 2, *[5] * 15]
-    site = Site(row_slots, (q_heads * head_dim, *[kv_heads * head_dim] * 2), dtype, impl.device, tile_rows)
+    site = Site(
+        row_slots, (q_heads * head_dim, *[kv_heads * head_dim] * 2), dtype, impl.device, tile_rows
+    )
     for has_norms in (is_int8,) if impl.is_interpreted else (False, True):
         projected = Projected(case, has_norms, impl.device)
         projected.positions, projected.slots = projected.positions.int(), projected.slots.int()
@@ -141,7 +160,9 @@ def test_more_adapters_than_before_in_the_same_tiles(impl: Implementation) -> No
         fused = impl.kernels.silu_and_mul(site.lora.y.clone(), site.delta(impl))
         assert_rows_close(fused.cpu(), ORACLES.silu_and_mul(site.lora.expected()), 2)
         exact = Site(row_slots, (100, 100), F32, impl.device)
-        assert torch.equal(fused, impl.kernels.silu_and_mul(exact.lora.y.clone(), exact.delta(impl)))
+        assert torch.equal(
+            fused, impl.kernels.silu_and_mul(exact.lora.y.clone(), exact.delta(impl))
+        )
 
 
 def test_planes_arena_and_tables_of_a_base_are_not_read(impl: Implementation) -> None:

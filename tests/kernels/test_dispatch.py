@@ -9,13 +9,25 @@ from manylora.config import Attention
 from manylora.engine.model.device import choose_device
 from manylora.errors import ConfigError
 from manylora.kernels import dispatch
-from manylora.kernels.dispatch import AttentionNeeds, Kernels, kernels_for, native_kernels, torch_kernels
+from manylora.kernels.dispatch import (
+    AttentionNeeds,
+    Kernels,
+    kernels_for,
+    native_kernels,
+    torch_kernels,
+)
 from manylora.kernels.native import sgmv as sgmv_native
 from manylora.kernels.plain import sampling as sampling_cpu
 
 TRITON_KERNELS = "manylora.kernels.triton"
 ATTENTION = AttentionNeeds(
-    setting="auto", num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, windows=(None,), is_kv_int8=False
+    setting="auto",
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    page_tokens=16,
+    windows=(None,),
+    is_kv_int8=False,
 )
 
 
@@ -27,7 +39,9 @@ def test_a_cpu_gets_cpp_kernels(dtype: torch.dtype) -> None:
     assert kernels.sgmv is sgmv_native.sgmv
     operations = asdict(kernels)
     assert operations.pop("shrink") is None, "sgmv does both products"
-    in_torch = {name for name, operation in operations.items() if ".native." not in operation.__module__}
+    in_torch = {
+        name for name, operation in operations.items() if ".native." not in operation.__module__
+    }
     assert in_torch == {"embed", "sample", "logprobs"}
     assert kernels.sample is sampling_cpu.sample
 
@@ -41,8 +55,14 @@ def test_other_devices_are_refused() -> None:
         kernels_for(torch.device("meta"), F32)
 
 
-def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "triton" or name.startswith(TRITON_KERNELS)]:
+def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [
+        name
+        for name in sys.modules
+        if name.split(".")[0] == "triton" or name.startswith(TRITON_KERNELS)
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -56,7 +76,9 @@ def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(monkeypatch:
 @pytest.mark.parametrize("setting", ["triton", "flashinfer"])
 def test_attention_of_a_gpu_is_refused_on_a_cpu(setting: Attention) -> None:
     assert kernels_for(CPU, F32, ATTENTION) is kernels_for(CPU, F32)
-    with pytest.raises(ConfigError, match=rf"model\.attention: {setting} computes on a CUDA device only") as raised:
+    with pytest.raises(
+        ConfigError, match=rf"model\.attention: {setting} computes on a CUDA device only"
+    ) as raised:
         kernels_for(CPU, F32, replace(ATTENTION, setting=setting))
     assert raised.value.param == "model.attention"
 

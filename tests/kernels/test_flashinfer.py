@@ -68,15 +68,23 @@ def chosen(needs: AttentionNeeds = NEEDS, dtype: torch.dtype = BF16) -> Kernels:
 @pytest.mark.parametrize("setting", ["auto", "flashinfer"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_flashinfer_is_chosen_after_a_trial(
-    setting: Any, dtype: torch.dtype, module: FakeFlashInfer, machine: Path, caplog: pytest.LogCaptureFixture
+    setting: Any,
+    dtype: torch.dtype,
+    module: FakeFlashInfer,
+    machine: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     kernels = chosen(replace(NEEDS, setting=setting), dtype)
-    assert kernels == replace(KERNELS, paged_attention=kernels.paged_attention, attend=kernels.attend)
+    assert kernels == replace(
+        KERNELS, paged_attention=kernels.paged_attention, attend=kernels.attend
+    )
     assert kernels.attend.keywords == {"paged_attention": kernels.paged_attention}  # type: ignore[attr-defined]
     assert kernels.paged_attention.__func__ is FlashInferAttention.paged_attention  # type: ignore[attr-defined]
     assert module.num_runs == 2, "one for the layers with a window, and one for those without"
-    assert [record.message for record in caplog.records] == ["attention of prompts runs in FlashInfer"]
+    assert [record.message for record in caplog.records] == [
+        "attention of prompts runs in FlashInfer"
+    ]
 
 
 def test_flashinfer_can_be_ruled_out(module: FakeFlashInfer, machine: Path) -> None:
@@ -98,7 +106,9 @@ def old(monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer, machine: Path) 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
 
 
-def without_compiler(monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer, machine: Path) -> None:
+def without_compiler(
+    monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer, machine: Path
+) -> None:
     (machine / "bin" / "nvcc").unlink()
 
 
@@ -124,7 +134,10 @@ FAILURES = {
     "gone": (gone, r"it is not installed; pip install 'manylora\[cuda\]'"),
     "broken": (broken, "a trial of it failed: OSError: no libcuda"),
     "old device": (old, r"it needs a GPU of compute capability 8\.0 or more, this one has 7\.5"),
-    "no compiler": (without_compiler, "nvcc, which is not found; install the CUDA toolkit, or set CUDA_HOME to it"),
+    "no compiler": (
+        without_compiler,
+        "nvcc, which is not found; install the CUDA toolkit, or set CUDA_HOME to it",
+    ),
     "no toolkit": (without_toolkit, "nvcc, which is not found"),
     "wrong": (
         wrong(0.1),
@@ -148,8 +161,12 @@ def test_where_flashinfer_fails_others_serve_and_who_asked_for_it_is_told(
     caplog.set_level(logging.INFO)
     assert chosen() is KERNELS
     (record,) = caplog.records
-    assert re.match(f"attention of prompts runs in Triton, not in FlashInfer: .*{reason}", record.message)
-    with pytest.raises(ConfigError, match=rf"model\.attention: flashinfer cannot be used: .*{reason}") as raised:
+    assert re.match(
+        f"attention of prompts runs in Triton, not in FlashInfer: .*{reason}", record.message
+    )
+    with pytest.raises(
+        ConfigError, match=rf"model\.attention: flashinfer cannot be used: .*{reason}"
+    ) as raised:
         chosen(replace(NEEDS, setting="flashinfer"))
     assert raised.value.param == "model.attention"
     assert raised.value.message.endswith("; or take auto or triton")
@@ -159,7 +176,11 @@ def test_where_flashinfer_fails_others_serve_and_who_asked_for_it_is_told(
     ("needs", "dtype", "reason"),
     [
         (NEEDS, F32, "it computes float16 and bfloat16, but model.dtype is float32"),
-        (replace(NEEDS, head_dim=80), BF16, "it computes heads of 64, 128 and 256, but the model's are 80"),
+        (
+            replace(NEEDS, head_dim=80),
+            BF16,
+            "it computes heads of 64, 128 and 256, but the model's are 80",
+        ),
         (replace(NEEDS, is_kv_int8=True), BF16, "it does not read keys and values of int8"),
     ],
     ids=["dtype", "head_dim", "int8"],
@@ -173,7 +194,9 @@ def test_models_that_flashinfer_does_not_take_need_no_trial(
     assert module.num_wrappers == 0
 
 
-def test_a_compiler_is_found_where_flashinfer_looks_for_it(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_is_found_where_flashinfer_looks_for_it(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_toolkit(monkeypatch, FakeFlashInfer(), machine)
     for name, value in (
         ("CUDA_PATH", machine),
@@ -205,7 +228,10 @@ def test_a_step_is_planned_once_for_the_layers_of_a_window(module: FakeFlashInfe
 def test_more_steps_than_plans_are_planned_again(module: FakeFlashInfer) -> None:
     """Which is slow, but right: what another step has planned is not used."""
     attention = attention_of(module)
-    steps = [ScatteredKv(replace(CHUNKS, requests=((10 + i, 40 + i),)), seed=i) for i in range(NUM_PLANS + 1)]
+    steps = [
+        ScatteredKv(replace(CHUNKS, requests=((10 + i, 40 + i),)), seed=i)
+        for i in range(NUM_PLANS + 1)
+    ]
     for _ in range(2):
         for step in steps:
             assert_rows_close(step.attend(attention), step.attend(ORACLES.paged_attention))
@@ -246,7 +272,9 @@ def test_a_plan_is_overwritten_when_the_device_has_read_it(
     for step in range(2 * NUM_PLANS):
         operands = ScatteredKv(CHUNKS)
         operands.attend(attention)
-        assert [event.is_waited_for for event in events] == [index <= step - NUM_PLANS for index in range(len(events))]
+        assert [event.is_waited_for for event in events] == [
+            index <= step - NUM_PLANS for index in range(len(events))
+        ]
 
 
 def test_what_flashinfer_does_not_take_is_left_to_others(module: FakeFlashInfer) -> None:
@@ -258,7 +286,9 @@ def test_what_flashinfer_does_not_take_is_left_to_others(module: FakeFlashInfer)
         AttentionCase(((1, 30), (8, 20)), 4, 2, 64, 16, BF16),
     ):
         operands = ScatteredKv(case)
-        assert torch.equal(operands.attend(attention), operands.attend(TORCH.make().paged_attention))
+        assert torch.equal(
+            operands.attend(attention), operands.attend(TORCH.make().paged_attention)
+        )
     assert module.num_plans == 0
 
 
@@ -274,11 +304,15 @@ def only_items(q: torch.Tensor, kv: KvLayer, batch: AttentionBatch, *_: Any) -> 
     return out
 
 
-def test_a_step_whose_numbers_are_on_a_device_brings_its_chunks_too(impl: Implementation, case: AttentionCase) -> None:
+def test_a_step_whose_numbers_are_on_a_device_brings_its_chunks_too(
+    impl: Implementation, case: AttentionCase
+) -> None:
     module, operands = FakeFlashInfer(), ScatteredKv(case)
     built, expected = operands.batch, operands.attend(ORACLES.paged_attention)
     chunks = [replace(chunk, request=index) for index, chunk in enumerate(built.chunks)]
-    tables = [np.array(operands.block_tables[chunk.request], dtype=np.int32) for chunk in built.chunks]
+    tables = [
+        np.array(operands.block_tables[chunk.request], dtype=np.int32) for chunk in built.chunks
+    ]
     operands.batch = AttentionBatch.of_rows(built.rows(2, 0), built.num_rows, chunks, tables)
     others = TRITON.make().paged_attention if impl.is_interpreted else only_items
     out = operands.attend(FlashInferAttention(module, CPU, others).paged_attention)
@@ -301,7 +335,11 @@ def test_flashinfer_equals_the_oracle_on_a_gpu(dtype: torch.dtype, head_dim: int
     opened = open_flashinfer(needs, cuda, dtype, others)
     assert isinstance(opened, FlashInferAttention), opened
     attention = opened.paged_attention
-    for requests in (AMONG_ITEMS.requests, ((512, 2048), (1, 300), (9, 9), (129, 1000)), ((100, 100),)):
+    for requests in (
+        AMONG_ITEMS.requests,
+        ((512, 2048), (1, 300), (9, 9), (129, 1000)),
+        ((100, 100),),
+    ):
         for window in (None, 100, 1):
             case = AttentionCase(requests, 14, 2, head_dim, 16, dtype, window, padding_rows=2)
             operands = ScatteredKv(case, cuda)

@@ -25,7 +25,9 @@ def decoded(context: int, kv_dtype: KvDtype) -> torch.Tensor:
     """Attention of one row over keys and values that are all normally distributed, [Hq, D]; the same for each dtype."""
     geometry = QWEN.geometry(kv_dtype=kv_dtype)
     arena = Arena(geometry, 1 + geometry.blocks(context), CPU, torch.bfloat16)
-    numbers = torch.randn((context, sum(HEADS), QWEN.head_dim), generator=torch.Generator().manual_seed(0))
+    numbers = torch.randn(
+        (context, sum(HEADS), QWEN.head_dim), generator=torch.Generator().manual_seed(0)
+    )
     q, k, v = torch.split(numbers.to(torch.bfloat16), HEADS, dim=1)
     slots = torch.arange(context) + geometry.page_tokens  # from page 1 on
     kv = KvLayer(*arena.kv(0), arena.kv_scales(0))

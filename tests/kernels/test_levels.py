@@ -21,7 +21,15 @@ from manylora.kernels.native.compilation import (
     cpu_features,
     flags_for,
 )
-from manylora.kernels.native.levels import AVX2, AVX512, BF16, LEVELS, TILES, level_for, usable_features
+from manylora.kernels.native.levels import (
+    AVX2,
+    AVX512,
+    BF16,
+    LEVELS,
+    TILES,
+    level_for,
+    usable_features,
+)
 from manylora.kernels.native.library import describe, find_library, load_library
 
 on_x86_linux = pytest.mark.skipif(
@@ -48,13 +56,17 @@ SAPPHIRE_RAPIDS = frozenset({"fpu", "sse2", *BF16, "avx512_fp16", *TILES})
         ("riscv64", SAPPHIRE_RAPIDS, None),
     ],
 )
-def test_a_cpu_gets_the_best_level_that_it_runs(machine: str, features: frozenset[str], name: str | None) -> None:
+def test_a_cpu_gets_the_best_level_that_it_runs(
+    machine: str, features: frozenset[str], name: str | None
+) -> None:
     level = level_for(machine, features)
     assert (level and level.name) == name
 
 
 @pytest.mark.parametrize("is_granted", [True, False])
-def test_tiles_are_used_only_where_linux_grants_them(is_granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_used_only_where_linux_grants_them(
+    is_granted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpuinfo = f"processor : 0\nmodel name : avx\nflags\t\t: {' '.join(SAPPHIRE_RAPIDS)}\nbugs : spectre_v2\n"
     monkeypatch.setattr(levels, "_may_use_tiles", lambda: is_granted)
     features = usable_features(cpuinfo)
@@ -81,7 +93,9 @@ def test_what_is_compiled_for_a_level_says_so(
 ) -> None:
     copy_sources(tmp_path / "sources", "level.cpp")
     monkeypatch.setattr(compilation, "SOURCES", tmp_path / "sources")
-    library = load_library((*COMMON_FLAGS, *level.flags), tmp_path)  # what it is called for runs on any CPU
+    library = load_library(
+        (*COMMON_FLAGS, *level.flags), tmp_path
+    )  # what it is called for runs on any CPU
     assert describe(library) == f"{level.name}, compiled for this CPU"
 
 
@@ -122,12 +136,16 @@ print(json.dumps([library.describe(library.native_library()), errors, len(runtim
 """
 
 
-def test_without_a_compiler_prebuilt_kernels_run_on_torch_s_threads(prebuilt: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_prebuilt_kernels_run_on_torch_s_threads(
+    prebuilt: Path, tmp_path: Path
+) -> None:
     (library,) = prebuilt.iterdir()
     assert b"libgomp" not in library.read_bytes()
     env = {**environment(), "PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-P", "-c", COMPARE, str(prebuilt)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     description, (error_f32, error_bf16), num_runtimes = json.loads(done.stdout)
     assert description == f"{library.stem}, prebuilt"
@@ -157,7 +175,10 @@ def test_prebuilt_kernels_that_cannot_be_loaded_are_reported(
     (tmp_path / library.name).write_text("not a library")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "PREBUILT", tmp_path)
-    with pytest.raises(NativeUnavailableError, match=rf"{library.name} cannot be loaded: .*; install Manylora again"):
+    with pytest.raises(
+        NativeUnavailableError,
+        match=rf"{library.name} cannot be loaded: .*; install Manylora again",
+    ):
         find_library()
 
 
@@ -180,8 +201,12 @@ def test_calls_into_an_openmp_runtime_that_torch_does_not_use_are_refused(
     sources = tmp_path / "sources"
     sources.mkdir()
     # What clang calls; torch's runtime is g++'s.
-    (sources / "a.cpp").write_text('extern "C" void __kmpc_nothing();\nvoid a() { __kmpc_nothing(); }\n')
+    (sources / "a.cpp").write_text(
+        'extern "C" void __kmpc_nothing();\nvoid a() { __kmpc_nothing(); }\n'
+    )
     monkeypatch.setattr(compilation, "SOURCES", sources)
-    with pytest.raises(NativeUnavailableError, match=r"undefined symbol: __kmpc_nothing; .* or CXX to a g\+\+"):
+    with pytest.raises(
+        NativeUnavailableError, match=r"undefined symbol: __kmpc_nothing; .* or CXX to a g\+\+"
+    ):
         load_library(FLAGS, tmp_path)
     assert not list(tmp_path.glob("*.so"))

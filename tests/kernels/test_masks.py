@@ -25,7 +25,9 @@ def test_tokens_without_a_bit_are_ruled_out_and_no_others_change(
     allowed = np.zeros((3, max(vocab_size, num_words * 32)), dtype=bool)
     allowed[:, : num_words * 32] = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
     expected = logits.clone()
-    expected[rows] = logits[rows].masked_fill(~torch.from_numpy(allowed[:, :vocab_size]).to(impl.device), NOTHING)
+    expected[rows] = logits[rows].masked_fill(
+        ~torch.from_numpy(allowed[:, :vocab_size]).to(impl.device), NOTHING
+    )
     impl.kernels.mask_tokens(logits, rows.to(impl.device), torch.from_numpy(bits).to(impl.device))
     assert torch.equal(logits, expected)
 
@@ -49,4 +51,6 @@ def test_what_is_no_number_stays_though_it_is_ruled_out(impl: Implementation) ->
     impl.kernels.mask_tokens(logits, torch.tensor([0], device=impl.device), bits)
     expected = torch.tensor([[*values[:3], *[NOTHING] * 4] * 10])
     expected[0, 37] = values[37 % 7]
-    assert torch.equal(logits.cpu().nan_to_num(12345.0, posinf=1e33), expected.nan_to_num(12345.0, posinf=1e33))
+    assert torch.equal(
+        logits.cpu().nan_to_num(12345.0, posinf=1e33), expected.nan_to_num(12345.0, posinf=1e33)
+    )

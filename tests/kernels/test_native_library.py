@@ -24,7 +24,9 @@ from manylora.kernels.native.compilation import FLAGS, NativeUnavailableError
 from manylora.kernels.native.library import load_library, native_function
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only"
+)
 
 
 @pytest.fixture
@@ -39,7 +41,9 @@ def forgotten_library() -> Iterator[None]:
 
 
 @pytest.fixture
-def little_sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def little_sources(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Sources that are compiled in no time, for tests that do not compute; skipped where nothing can be compiled."""
     if native_library.native_library() is None:
         pytest.skip("needs a C++ compiler")
@@ -82,7 +86,16 @@ def test_what_was_compiled_is_kept_for_the_same_flags_cpu_and_sources(
 def test_threads_are_those_of_torch() -> None:
     assert native_library.native_library() is not None
     lines = Path("/proc/self/maps").read_text().splitlines()
-    assert len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}) == 1
+    assert (
+        len(
+            {
+                line.split()[-1]
+                for line in lines
+                if "libgomp" in line or "libomp" in line or "libiomp" in line
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.usefixtures("forgotten_library")
@@ -91,7 +104,9 @@ def test_without_a_compiler_torch_operators_serve_and_that_is_said_once(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NativeUnavailableError, match=r"no C\+\+ compiler; install g\+\+, or set CXX"):
+    with pytest.raises(
+        NativeUnavailableError, match=r"no C\+\+ compiler; install g\+\+, or set CXX"
+    ):
         load_library(FLAGS)
     with caplog.at_level(logging.WARNING):
         assert native_library.native_library() is None
@@ -115,7 +130,11 @@ def test_without_a_compiler_torch_operators_serve_and_that_is_said_once(
     ],
 )
 def test_a_compiler_that_the_user_names_and_that_fails_is_reported(
-    compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiler: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -130,7 +149,11 @@ def test_a_compiler_that_the_user_names_and_that_fails_is_reported(
 @pytest.mark.usefixtures("forgotten_library")
 @pytest.mark.parametrize(("mode", "other_user"), [(0o770, 0), (0o702, 0), (0o777, 0), (0o700, 1)])
 def test_a_folder_of_others_or_that_others_write_to_is_refused(
-    mode: int, other_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: int,
+    other_user: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     user = os.geteuid()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -144,7 +167,9 @@ def test_a_folder_of_others_or_that_others_write_to_is_refused(
 
 
 @pytest.mark.usefixtures("little_sources")
-def test_a_folder_that_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_made_is_for_this_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = os.umask(0o002)
     try:
@@ -156,19 +181,24 @@ def test_a_folder_that_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("little_sources")
-def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     with pytest.raises(
-        NativeUnavailableError, match=r"missing/manylora-\w+\.so cannot be written: .*; set XDG_CACHE_HOME"
+        NativeUnavailableError,
+        match=r"missing/manylora-\w+\.so cannot be written: .*; set XDG_CACHE_HOME",
     ):
         load_library(FLAGS, tmp_path / "missing")
     (tmp_path / "file").touch()
     monkeypatch.setattr(Path, "home", homeless)
     for cache in (str(tmp_path / "file"), ""):
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
-        with pytest.raises(NativeUnavailableError, match=r"no folder to keep them in: .*; set XDG_CACHE_HOME"):
+        with pytest.raises(
+            NativeUnavailableError, match=r"no folder to keep them in: .*; set XDG_CACHE_HOME"
+        ):
             load_library(FLAGS)
 
 
@@ -202,7 +232,9 @@ print(rows_native.silu_and_mul(torch.tensor([[50.0, 3.0]])).tolist())
 
 
 @needs_compiler
-def test_of_two_processes_that_need_a_library_one_compiles_and_the_other_waits(tmp_path: Path) -> None:
+def test_of_two_processes_that_need_a_library_one_compiles_and_the_other_waits(
+    tmp_path: Path,
+) -> None:
     compiler, folder = tmp_path / "compiler", tmp_path / "libraries"
     compiler.write_text(PATIENT_COMPILER)
     compiler.chmod(0o700)
@@ -210,7 +242,16 @@ def test_of_two_processes_that_need_a_library_one_compiles_and_the_other_waits(t
     copy_sources(tmp_path / "sources", "rows.cpp")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-P", "-c", COMPILE_AND_COMPUTE, str(folder), str(tmp_path / "sources"), *FLAGS, "-O0"],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                COMPILE_AND_COMPUTE,
+                str(folder),
+                str(tmp_path / "sources"),
+                *FLAGS,
+                "-O0",
+            ],
             env={**environment(), "CXX": str(compiler)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -224,7 +265,9 @@ def test_of_two_processes_that_need_a_library_one_compiles_and_the_other_waits(t
         assert out == "[[150.0]]\n"
     (kept,) = folder.iterdir()
     assert kept.suffix == ".so"
-    assert len(Path(f"{compiler}.calls").read_text().splitlines()) == 2, "one source, and the library"
+    assert len(Path(f"{compiler}.calls").read_text().splitlines()) == 2, (
+        "one source, and the library"
+    )
 
 
 @needs_compiler
@@ -241,17 +284,26 @@ def test_kernels_are_compiled_where_no_package_is_installed(tmp_path: Path) -> N
         "PYTHONPATH": str(ROOT),
     }
     for _ in range(2):
-        result = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+        result = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=60
+        )
         assert result.returncode == 0, result.stderr
     (kept,) = (tmp_path / "manylora" / "kernels").iterdir()
     assert kept.suffix == ".so"
-    result = subprocess.run(command, env={**env, "CXX": "nowhere"}, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (1, "the CPU kernels cannot be compiled: CXX=nowhere is no program\n")
+    result = subprocess.run(
+        command, env={**env, "CXX": "nowhere"}, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (
+        1,
+        "the CPU kernels cannot be compiled: CXX=nowhere is no program\n",
+    )
 
 
 @needs_compiler
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected one of torch\.float32, torch\.bfloat16, got torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"expected one of torch\.float32, torch\.bfloat16, got torch\.float64"
+    ):
         native_function("rms_norm", torch.float64, "i")
 
 
@@ -261,7 +313,9 @@ def test_too_little_memory_is_an_error_and_not_the_end_of_the_process() -> None:
     kv = KvLayer(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
     attend = native_function("attend", torch.float32, ARGUMENTS, ctypes.c_bool)
     no_rows, head_dim = (0, 0, 0, 0.0, 0, 0, 0), 1 << 50
-    assert attend(0, 0, 0, *no_rows, kv.address, 0, 0, task.data_ptr(), 1, 1, 1, head_dim, 1.0, 0, 0)
+    assert attend(
+        0, 0, 0, *no_rows, kv.address, 0, 0, task.data_ptr(), 1, 1, 1, head_dim, 1.0, 0, 0
+    )
 
 
 @pytest.mark.usefixtures("little_sources")

@@ -26,6 +26,8 @@ def test_arrays_keep_their_shapes_dtypes_and_numbers() -> None:
 
 
 def test_they_get_to_another_device() -> None:
-    first, second = copy_in_one([np.zeros(3, dtype=np.int32), np.zeros((2, 2), dtype=np.int64)], torch.device("meta"))
+    first, second = copy_in_one(
+        [np.zeros(3, dtype=np.int32), np.zeros((2, 2), dtype=np.int64)], torch.device("meta")
+    )
     assert (first.shape, first.dtype, first.device.type) == ((3,), torch.int32, "meta")
     assert (second.shape, second.dtype) == ((2, 2), torch.int64)

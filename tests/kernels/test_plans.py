@@ -33,7 +33,9 @@ def test_without_measurements_a_launcher_keeps_its_own() -> None:
 
 def test_what_was_measured_on_this_architecture_takes_their_place(measured_plans: Path) -> None:
     other = {"items": {"num_stages": 9}}
-    measured_plans.write_text(json.dumps({plans.architecture(): {"items": {"num_stages": 5}}, "sm00": other}))
+    measured_plans.write_text(
+        json.dumps({plans.architecture(): {"items": {"num_stages": 5}}, "sm00": other})
+    )
     assert plans.plan("items", BLOCK_N=64, num_stages=2) == {"BLOCK_N": 64, "num_stages": 5}
     assert plans.plan("chunks", BLOCK_N=64) == {"BLOCK_N": 64}
 
@@ -48,7 +50,10 @@ def test_constants_under_test_win_until_the_block_is_left(measured_plans: Path) 
 
 def test_a_constant_that_the_launcher_does_not_have_is_refused(measured_plans: Path) -> None:
     measured_plans.write_text(json.dumps({plans.architecture(): {"items": {"BLOCK_S": 5}}}))
-    with pytest.raises(ValueError, match=r"plan of items: expected constants of \['num_stages'\], got \['BLOCK_S'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"plan of items: expected constants of \['num_stages'\], got \['BLOCK_S'\]",
+    ):
         plans.plan("items", num_stages=2)
 
 
@@ -72,9 +77,13 @@ def test_launches_take_what_was_measured_of_their_dtype() -> None:
             ):
                 kv.attend(kernels.paged_attention)
                 parts = kernels.shrink(*operands).planes.shape[0]
-            assert plans.asked.keys() == ({"items", "chunks", "shrink 4096 16"} if dtype == BF16 else set())
+            assert plans.asked.keys() == (
+                {"items", "chunks", "shrink 4096 16"} if dtype == BF16 else set()
+            )
             assert parts == (2 if dtype == BF16 else 4)
-            more = {"item_kernel": 1, "chunk_kernel": 1, "shrink_kernel": 1} if dtype == BF16 else {}
+            more = (
+                {"item_kernel": 1, "chunk_kernel": 1, "shrink_kernel": 1} if dtype == BF16 else {}
+            )
             assert fake.variants - before == more
 
 
@@ -89,10 +98,25 @@ def test_a_shrink_checks_operands_that_it_has_not_seen() -> None:
         for x, arena, layer, expected in (
             (lora.x, lora.arena, 2, "layer: expected 0 to 1, got 2"),
             (lora.x, lora.arena, -1, "layer: expected 0 to 1, got -1"),
-            (lora.x.float(), lora.arena, LAYER, "x: expected dtype torch.bfloat16, got torch.float32"),
-            (lora.x.T.contiguous().T, lora.arena, LAYER, "x: expected rows of consecutive elements"),
+            (
+                lora.x.float(),
+                lora.arena,
+                LAYER,
+                "x: expected dtype torch.bfloat16, got torch.float32",
+            ),
+            (
+                lora.x.T.contiguous().T,
+                lora.arena,
+                LAYER,
+                "x: expected rows of consecutive elements",
+            ),
             (lora.x.to("meta"), lora.arena, LAYER, "expected device meta, got cpu"),
-            (lora.x, lora.arena.float(), LAYER, "x: expected dtype torch.float32, got torch.bfloat16"),
+            (
+                lora.x,
+                lora.arena.float(),
+                LAYER,
+                "x: expected dtype torch.float32, got torch.bfloat16",
+            ),
         ):
             with pytest.raises(ValueError, match=expected):
                 kernels.shrink(x, operands._replace(arena_elements=arena, layer=layer))

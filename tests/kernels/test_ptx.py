@@ -31,7 +31,9 @@ def compiled_for(arch: int, folder: Path, *options: str) -> Report:
     pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
     other = environment().get("MANYLORA_TEST_TRITON")
     variables = {"PYTHONPATH": other} if other else {}
-    report: Report = json.loads(run_compiling([str(PROGRAM), str(arch), *options], folder, **variables))
+    report: Report = json.loads(
+        run_compiling([str(PROGRAM), str(arch), *options], folder, **variables)
+    )
     return report
 
 
@@ -41,15 +43,32 @@ def stack_of(name: str, figures: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize(("arch", "options"), [(80, ()), (90, ("--all",)), (100, ())])
-def test_no_variant_spills_or_moves_single_elements(arch: int, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_variant_spills_or_moves_single_elements(
+    arch: int, options: tuple[str, ...], tmp_path: Path
+) -> None:
     report = compiled_for(arch, tmp_path, *options)
     beginnings = {name.split()[0] for name in report}
     assert beginnings >= {*LARGEST_PRODUCTS, "norm", "silu_and_mul", "sample"}
-    assert not {name: each for name, each in report.items() if stack_of(name, each) or each["local"]}
-    assert not {name: each for name, each in report.items() if each["load_2_bytes"] or each["store_2_bytes"]}
-    most = {name: LARGEST_WIDE[arch] if name.split()[1:2] == ["256"] else LARGEST_SHARED for name in report}
+    assert not {
+        name: each for name, each in report.items() if stack_of(name, each) or each["local"]
+    }
+    assert not {
+        name: each for name, each in report.items() if each["load_2_bytes"] or each["store_2_bytes"]
+    }
+    most = {
+        name: LARGEST_WIDE[arch] if name.split()[1:2] == ["256"] else LARGEST_SHARED
+        for name in report
+    }
     assert not {name: each for name, each in report.items() if each["shared"] > most[name]}
-    assert not {name: each for name, each in report.items() if name.startswith("shrink") and each["async_narrow"]}
+    assert not {
+        name: each
+        for name, each in report.items()
+        if name.startswith("shrink") and each["async_narrow"]
+    }
     products = {name: each for name, each in report.items() if name.startswith(LARGEST_PRODUCTS)}
-    assert all(each["async_16"] + each["load_16_bytes"] >= 4 for each in products.values()), products
-    assert all(each["tensor_core"] > 0 or "fp32" in name for name, each in products.items()), products
+    assert all(each["async_16"] + each["load_16_bytes"] >= 4 for each in products.values()), (
+        products
+    )
+    assert all(each["tensor_core"] > 0 or "fp32" in name for name, each in products.items()), (
+        products
+    )

@@ -12,12 +12,21 @@ import torch
 from implementations import BF16, F16, F32, NATIVE, TORCH, Implementation, num_threads
 from manylora.kernels.native.quantised import QuantisedLinear
 from manylora.kernels.plain.quantised import has_exact_int_mm
-from manylora.kernels.quantised import MAX_FEATURES, ROWS_AT_ONCE, Int4Weight, Int8Weight, QuantisedWeight
+from manylora.kernels.quantised import (
+    MAX_FEATURES,
+    ROWS_AT_ONCE,
+    Int4Weight,
+    Int8Weight,
+    QuantisedWeight,
+)
 from manylora.kernels.weight_format import GROUP, layer_bytes
 
 Rounded = Literal["int8", "int4"]
 IMPLEMENTATIONS = [TORCH, *NATIVE]
-FORMATS: dict[Rounded, Callable[[torch.Tensor], QuantisedWeight]] = {"int8": Int8Weight.of, "int4": Int4Weight.of}
+FORMATS: dict[Rounded, Callable[[torch.Tensor], QuantisedWeight]] = {
+    "int8": Int8Weight.of,
+    "int4": Int4Weight.of,
+}
 ROWS = (0, 1, 2, 3, 16, 17, 33, 200)
 SHAPES = [(1, 1), (7, 3), (64, 32), (33, 31), (70, 100), (130, 899), (96, 896), (17, 4864)]
 """Outputs and inputs: odd ones, less than a panel, and some of each."""
@@ -47,7 +56,9 @@ def reference(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | Non
     scales = (largest / np.float32(127)).astype(np.float64)
     codes = np.rint(rows * (np.float32(127) / largest)).astype(np.int64)
     if isinstance(weight, Int8Weight):
-        y = (codes @ weight.codes.numpy().astype(np.int64).T) * weight.scales.numpy().astype(np.float64)
+        y = (codes @ weight.codes.numpy().astype(np.int64).T) * weight.scales.numpy().astype(
+            np.float64
+        )
     else:
         y = np.zeros((len(rows), len(weight.codes)))
         for group in range(weight.scales.shape[1]):
@@ -77,14 +88,18 @@ def test_products_are_exact_where_those_of_torch_are_not(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "_int_mm", saturating)
     has_exact_int_mm.cache_clear()
     try:
-        assert set(layer(TORCH, Int8Weight(codes, torch.ones(3)))(x).flatten().tolist()) == {64 * 127 * -128}
+        assert set(layer(TORCH, Int8Weight(codes, torch.ones(3)))(x).flatten().tolist()) == {
+            64 * 127 * -128
+        }
     finally:
         has_exact_int_mm.cache_clear()
 
 
 @by_format
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_of_codes_are_exact(weights: Rounded, shape: tuple[int, int], impl: Implementation) -> None:
+def test_products_of_codes_are_exact(
+    weights: Rounded, shape: tuple[int, int], impl: Implementation
+) -> None:
     """With scales of 1 all that is computed is whole numbers, as long as float32 has them."""
     out, inputs = shape
     x = integers(-127, 127, 9, inputs, seed=1)
@@ -97,12 +112,20 @@ def test_products_of_codes_are_exact(weights: Rounded, shape: tuple[int, int], i
         weight = Int8Weight(codes.to(torch.int8), torch.ones(out))
     else:
         groups = -(-inputs // GROUP)
-        weight = Int4Weight(integers(0, 255, out, groups * 16).byte(), torch.ones(out, groups).bfloat16(), inputs)
-        codes = torch.stack([torch.from_numpy(nibbles(weight, index)) for index in range(inputs)], 1)
+        weight = Int4Weight(
+            integers(0, 255, out, groups * 16).byte(), torch.ones(out, groups).bfloat16(), inputs
+        )
+        codes = torch.stack(
+            [torch.from_numpy(nibbles(weight, index)) for index in range(inputs)], 1
+        )
     expected = x @ codes.t()
     assert expected.dtype == torch.int64
-    if expected.abs().max() > 1 << 24:  # integers that float32 rounds, once for int8 and group by group for int4
-        torch.testing.assert_close(layer(impl, weight)(x.float()).double(), expected.double(), rtol=1e-6, atol=0)
+    if (
+        expected.abs().max() > 1 << 24
+    ):  # integers that float32 rounds, once for int8 and group by group for int4
+        torch.testing.assert_close(
+            layer(impl, weight)(x.float()).double(), expected.double(), rtol=1e-6, atol=0
+        )
     else:
         assert torch.equal(layer(impl, weight)(x.float()).long(), expected)
 
@@ -111,7 +134,11 @@ def test_products_of_codes_are_exact(weights: Rounded, shape: tuple[int, int], i
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_layers_equal_their_definition(
-    weights: Rounded, shape: tuple[int, int], has_bias: bool, impl: Implementation, dtype: torch.dtype
+    weights: Rounded,
+    shape: tuple[int, int],
+    has_bias: bool,
+    impl: Implementation,
+    dtype: torch.dtype,
 ) -> None:
     weight = FORMATS[weights](randn(*shape) * 0.1)
     bias = randn(shape[0], seed=2) if has_bias else None
@@ -122,7 +149,9 @@ def test_layers_equal_their_definition(
     ulp = {F32: 1e-6, BF16: 2.0**-8, F16: 2.0**-11}[dtype]  # half of it: rounded once
     size = expected.abs().amax(1, keepdim=True)
     error = (y.double() - expected).abs()
-    assert bool((error <= ulp * expected.abs() + 1e-6 * size + (2.0**-24 if dtype == F16 else 0)).all())
+    assert bool(
+        (error <= ulp * expected.abs() + 1e-6 * size + (2.0**-24 if dtype == F16 else 0)).all()
+    )
 
 
 @by_format
@@ -157,7 +186,9 @@ def test_a_row_that_is_not_finite_becomes_nan_and_no_other_does(
 
 
 @by_format
-def test_a_row_of_zeros_gives_the_bias(weights: Rounded, impl: Implementation, dtype: torch.dtype) -> None:
+def test_a_row_of_zeros_gives_the_bias(
+    weights: Rounded, impl: Implementation, dtype: torch.dtype
+) -> None:
     bias = randn(70, seed=2).to(dtype)
     x = torch.zeros(2, 100, dtype=dtype)
     x[1] = 1e-35
@@ -185,9 +216,13 @@ def test_the_result_is_its_own(weights: Rounded, impl: Implementation) -> None:
 @by_format
 def test_all_implementations_give_the_same_numbers(weights: Rounded, impl: Implementation) -> None:
     weight, x = FORMATS[weights](randn(130, 899)), randn(33, 899, seed=1)
-    tolerance = 0.0 if weights == "int8" else 1e-6  # the sum over groups is rounded in float32 or in float64
+    tolerance = (
+        0.0 if weights == "int8" else 1e-6
+    )  # the sum over groups is rounded in float32 or in float64
     expected = layer(TORCH, weight)(x)
-    torch.testing.assert_close(layer(impl, weight)(x), expected, rtol=tolerance, atol=tolerance * 100)
+    torch.testing.assert_close(
+        layer(impl, weight)(x), expected, rtol=tolerance, atol=tolerance * 100
+    )
 
 
 def head(impl: Implementation, weight: Int8Weight) -> Callable[..., torch.Tensor]:
@@ -210,11 +245,15 @@ def test_a_head_rounds_its_weights_and_hardly_its_input(
     expected = x.double() @ weight.dequantised().double().T
     assert (y.dtype, y.shape, y.is_contiguous()) == (F32, (9, shape[0]), True)
     reach = x.double().abs().amax(1, keepdim=True) * weight.dequantised().double().abs().sum(1)
-    assert bool(((y - expected).abs() <= 4e-5 * reach).all())  # half of 1 / (127 * 127), and a little
+    assert bool(
+        ((y - expected).abs() <= 4e-5 * reach).all()
+    )  # half of 1 / (127 * 127), and a little
     assert not y[3].any()
 
 
-def test_a_row_of_a_head_is_the_same_alone_and_among_any_others(impl: Implementation, dtype: torch.dtype) -> None:
+def test_a_row_of_a_head_is_the_same_alone_and_among_any_others(
+    impl: Implementation, dtype: torch.dtype
+) -> None:
     logits = head(impl, Int8Weight.of(randn(130, 899)))
     x = randn(max(ROWS), 899, seed=1).to(dtype)
     x[5, 7], x[130, 0] = float("nan"), float("inf")
@@ -238,7 +277,9 @@ def test_all_implementations_of_a_head_give_nearly_the_same_numbers(impl: Implem
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_layer_takes_the_bytes_that_are_planned(weights: Rounded, shape: tuple[int, int]) -> None:
     made = QuantisedLinear(FORMATS[weights](randn(*shape)), None)
-    assert made._panels.nbytes + made._scales.nbytes + made._bias.nbytes == layer_bytes(weights, *shape)
+    assert made._panels.nbytes + made._scales.nbytes + made._bias.nbytes == layer_bytes(
+        weights, *shape
+    )
 
 
 @by_format
@@ -258,7 +299,9 @@ def test_weights_are_rounded_to_the_nearest_code(weights: Rounded, dtype: torch.
         assert bool((error <= step * 0.5001).all())
     else:
         step = rounded.scales.float().abs().repeat_interleave(GROUP, 1)[:, :100]
-        opposite = rounded.dequantised().abs() >= 6.9 * step  # 8 steps on the other side have the code of 7
+        opposite = (
+            rounded.dequantised().abs() >= 6.9 * step
+        )  # 8 steps on the other side have the code of 7
         assert bool((error <= step * torch.where(opposite, 1.05, 0.5001)).all())
         assert error.norm() / weight.float().norm() < 0.1
     assert not rounded.dequantised()[3].any()
@@ -269,7 +312,9 @@ def test_weights_are_rounded_to_the_nearest_code(weights: Rounded, dtype: torch.
 
 @by_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_shows(weights: Rounded, value: float, impl: Implementation) -> None:
+def test_a_weight_that_is_not_finite_shows(
+    weights: Rounded, value: float, impl: Implementation
+) -> None:
     weight = randn(70, 100)
     weight[5, 7] = value
     y = layer(impl, FORMATS[weights](weight))(randn(2, 100))
@@ -278,15 +323,27 @@ def test_a_weight_that_is_not_finite_shows(weights: Rounded, value: float, impl:
 
 
 MISFITS = [
-    (Int8Weight(torch.zeros(4, 8), torch.ones(4)), None, "codes: expected dtype torch.int8, got torch.float32"),
-    (Int8Weight(torch.zeros(4, 8, dtype=torch.int8), torch.ones(5)), None, r"scales: expected shape \[4\], got \[5\]"),
+    (
+        Int8Weight(torch.zeros(4, 8), torch.ones(4)),
+        None,
+        "codes: expected dtype torch.int8, got torch.float32",
+    ),
+    (
+        Int8Weight(torch.zeros(4, 8, dtype=torch.int8), torch.ones(5)),
+        None,
+        r"scales: expected shape \[4\], got \[5\]",
+    ),
     (Int8Weight.of(torch.ones(4, 8)), torch.ones(3), r"bias: expected shape \[4\], got \[3\]"),
     (
         Int4Weight(torch.zeros(4, 15).byte(), torch.ones(4, 1).bfloat16(), 32),
         None,
         r"codes: expected shape \[any, 16\]",
     ),
-    (Int4Weight(torch.zeros(4, 16).byte(), torch.ones(4, 1), 32), None, "scales: expected dtype torch.bfloat16"),
+    (
+        Int4Weight(torch.zeros(4, 16).byte(), torch.ones(4, 1), 32),
+        None,
+        "scales: expected dtype torch.bfloat16",
+    ),
 ]
 
 

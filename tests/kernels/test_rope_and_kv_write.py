@@ -25,7 +25,9 @@ def angles(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("head_dim", [2, 24, 32, 48, 80, 128])
-@pytest.mark.parametrize("heads", [(4, 4, 6), (4, 5, 7), (3, 3, 8)], ids=["neighbours", "apart", "more keys"])
+@pytest.mark.parametrize(
+    "heads", [(4, 4, 6), (4, 5, 7), (3, 3, 8)], ids=["neighbours", "apart", "more keys"]
+)
 def test_rope_equals_the_oracle(
     heads: tuple[int, int, int], head_dim: int, impl: Implementation, dtype: torch.dtype
 ) -> None:
@@ -50,9 +52,15 @@ def test_rope_is_that_of_transformers_for_tensors_of_their_own(impl: Implementat
     assert_rows_close(k, expected[1][0].transpose(0, 1).contiguous())
 
 
-@pytest.mark.parametrize("values", ["in the same way", "in another way", "in another tensor", "before keys"])
-@pytest.mark.parametrize("mapping", [SLOTS, [16, 17, 50], [-1, -1, -1]], ids=["some", "all", "none"])
-@pytest.mark.parametrize(("heads", "head_dim", "page_tokens"), [(1, 24, 16), (3, 80, 64), (8, 128, 16)])
+@pytest.mark.parametrize(
+    "values", ["in the same way", "in another way", "in another tensor", "before keys"]
+)
+@pytest.mark.parametrize(
+    "mapping", [SLOTS, [16, 17, 50], [-1, -1, -1]], ids=["some", "all", "none"]
+)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_tokens"), [(1, 24, 16), (3, 80, 64), (8, 128, 16)]
+)
 def test_kv_write_stores_every_bit_in_its_place_and_changes_nothing_else(
     heads: int,
     head_dim: int,
@@ -65,11 +73,18 @@ def test_kv_write_stores_every_bit_in_its_place_and_changes_nothing_else(
     generator = torch.Generator().manual_seed(0)
     integers = torch.int32 if dtype == F32 else torch.int16
     shape = (len(mapping), 2 * heads + 1, head_dim)  # any bits, those of a NaN among them
-    fused = torch.randint(-(2**15), 2**15, shape, generator=generator).to(integers).view(dtype).to(impl.device)
+    fused = (
+        torch.randint(-(2**15), 2**15, shape, generator=generator)
+        .to(integers)
+        .view(dtype)
+        .to(impl.device)
+    )
     k, v = fused[:, 1 : heads + 1], fused[:, heads + 1 :]
     if values == "in another way":
         v = v.transpose(0, 1).contiguous().transpose(0, 1)
-    arena = torch.full((6, 3, 2, heads, page_tokens, head_dim), float("nan"), dtype=dtype, device=impl.device)
+    arena = torch.full(
+        (6, 3, 2, heads, page_tokens, head_dim), float("nan"), dtype=dtype, device=impl.device
+    )
     expected = arena.clone()
     pages = arena[:, 1, 0], arena[:, 1, 1]
     if values == "in another tensor":
@@ -83,11 +98,15 @@ def test_kv_write_stores_every_bit_in_its_place_and_changes_nothing_else(
     oracles.kv_write(k, v, KvLayer(*expected_pages), slots)
     for stored, right in zip(pages, expected_pages, strict=True):
         assert torch.equal(bits(stored), bits(right))
-    assert torch.equal(bits(arena[:, [0, 2]]), bits(torch.full_like(arena[:, [0, 2]], float("nan"))))
+    assert torch.equal(
+        bits(arena[:, [0, 2]]), bits(torch.full_like(arena[:, [0, 2]], float("nan")))
+    )
 
 
 def test_a_nan_of_any_bits_stays_one(impl: Implementation) -> None:
-    nan = torch.full((1, 32), -1, dtype=torch.int32, device=impl.device).view(F32)  # instructions make another
+    nan = torch.full((1, 32), -1, dtype=torch.int32, device=impl.device).view(
+        F32
+    )  # instructions make another
     q, k = (torch.ones((1, 1, 32), dtype=BF16, device=impl.device) for _ in range(2))
     rope(q, k, nan, nan)
     assert q.isnan().all()
@@ -101,13 +120,25 @@ PAGES, KEYS, VALUES = ARENA[:, 0], KV[:, :2], KV[:, 2:]
 MAPPING = torch.tensor(SLOTS)
 MISFITS: list[tuple[Callable[..., None], Callable[[], tuple[Any, ...]], str]] = [
     (rope, lambda: (Q, K, COS[1:], COS[1:]), r"cos: expected shape \[5, 32\], got \[4, 32\]"),
-    (rope, lambda: (Q, K.bfloat16(), COS, COS), r"k: expected dtype torch\.float32, got torch\.bfloat16"),
-    (rope, lambda: (Q, K, COS, COS.double()), r"sin: expected dtype torch\.float32, got torch\.float64"),
+    (
+        rope,
+        lambda: (Q, K.bfloat16(), COS, COS),
+        r"k: expected dtype torch\.float32, got torch\.bfloat16",
+    ),
+    (
+        rope,
+        lambda: (Q, K, COS, COS.double()),
+        r"sin: expected dtype torch\.float32, got torch\.float64",
+    ),
     (rope, lambda: (turned(Q), K, COS, COS), "q: expected consecutive elements, got"),
     (rope, lambda: (Q, turned(K), COS, COS), "q: expected consecutive elements, got"),
     (rope, lambda: (Q, K, HALF[:, :32], COS), "cos: expected contiguous rows, got"),
     (rope, lambda: (Q, K, COS, HALF[:, :32]), "cos: expected contiguous rows, got"),
-    (kv_write, lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES), torch.tensor([1])), r"slot_mapping: expected shape \[7\]"),
+    (
+        kv_write,
+        lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES), torch.tensor([1])),
+        r"slot_mapping: expected shape \[7\]",
+    ),
     (
         kv_write,
         lambda: (KEYS, VALUES[1:], KvLayer(PAGES, PAGES), MAPPING),
@@ -128,9 +159,21 @@ MISFITS: list[tuple[Callable[..., None], Callable[[], tuple[Any, ...]], str]] = 
         lambda: (KEYS, VALUES, KvLayer(turned(PAGES), PAGES), MAPPING),
         "k_pages: expected consecutive elements",
     ),
-    (kv_write, lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES.contiguous()), MAPPING), "v_pages: expected strides"),
-    (kv_write, lambda: (turned(KEYS), VALUES, KvLayer(PAGES, PAGES), MAPPING), "k: expected consecutive elements, got"),
-    (kv_write, lambda: (KEYS, turned(VALUES), KvLayer(PAGES, PAGES), MAPPING), "k: expected consecutive elements, got"),
+    (
+        kv_write,
+        lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES.contiguous()), MAPPING),
+        "v_pages: expected strides",
+    ),
+    (
+        kv_write,
+        lambda: (turned(KEYS), VALUES, KvLayer(PAGES, PAGES), MAPPING),
+        "k: expected consecutive elements, got",
+    ),
+    (
+        kv_write,
+        lambda: (KEYS, turned(VALUES), KvLayer(PAGES, PAGES), MAPPING),
+        "k: expected consecutive elements, got",
+    ),
     (
         kv_write,
         lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES), torch.stack((MAPPING, MAPPING), 1)[:, 0]),

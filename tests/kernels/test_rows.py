@@ -34,12 +34,18 @@ def test_rows_of_tokens_are_those_of_the_table(
 
 
 @SIZES
-def test_norms_equal_the_oracle_and_leave_their_inputs(size: int, impl: Implementation, dtype: torch.dtype) -> None:
-    x, residual, weight = (impl.randn(shape, dtype, seed) for seed, shape in enumerate(((5, size), (5, size), (size,))))
+def test_norms_equal_the_oracle_and_leave_their_inputs(
+    size: int, impl: Implementation, dtype: torch.dtype
+) -> None:
+    x, residual, weight = (
+        impl.randn(shape, dtype, seed) for seed, shape in enumerate(((5, size), (5, size), (size,)))
+    )
     before = x.clone(), residual.clone()
     assert_rows_close(impl.kernels.rms_norm(x, weight, 1e-6), ORACLES.rms_norm(x, weight, 1e-6))
     heads = impl.randn((3, 6, size), dtype)[:, 1::2]  # of a fused projection
-    assert_rows_close(impl.kernels.rms_norm(heads, weight, 1e-6), ORACLES.rms_norm(heads, weight, 1e-6))
+    assert_rows_close(
+        impl.kernels.rms_norm(heads, weight, 1e-6), ORACLES.rms_norm(heads, weight, 1e-6)
+    )
     normed, stream = impl.kernels.fused_add_rms_norm(x, residual, weight, 1e-6)
     if impl.is_interpreted:
         assert_rows_close(stream, x + residual)
@@ -64,7 +70,9 @@ def test_norms_give_the_numbers_of_transformers(impl: Implementation, dtype: tor
     module = LlamaRMSNorm(896, eps=1e-5).to(dtype).to(impl.device)
     module.weight.data.copy_(weight)
     rtol, atol = (1e-6, 1e-6) if dtype == F32 else (2**-6, 1e-3)
-    torch.testing.assert_close(impl.kernels.rms_norm(x, weight, 1e-5), module(x).detach(), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        impl.kernels.rms_norm(x, weight, 1e-5), module(x).detach(), rtol=rtol, atol=atol
+    )
 
 
 def test_a_row_that_is_not_finite_stays_alone(impl: Implementation) -> None:
@@ -76,8 +84,12 @@ def test_a_row_that_is_not_finite_stays_alone(impl: Implementation) -> None:
     assert torch.equal(out[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 24), (2, 1024), (2, 2049), (2, 14336), (0, 16)])
-def test_silu_and_mul_equals_the_oracle(rows: int, width: int, impl: Implementation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 1), (3, 24), (2, 1024), (2, 2049), (2, 14336), (0, 16)]
+)
+def test_silu_and_mul_equals_the_oracle(
+    rows: int, width: int, impl: Implementation, dtype: torch.dtype
+) -> None:
     gate_up = impl.randn((rows, 2 * width), dtype) * 4
     before = gate_up.clone()
     assert_rows_close(impl.kernels.silu_and_mul(gate_up), ORACLES.silu_and_mul(gate_up))
@@ -108,7 +120,9 @@ def test_a_nan_of_any_bits_stays_one(impl: Implementation) -> None:
     assert impl.kernels.silu_and_mul(NAN.to(impl.device)).isnan().all()
 
 
-def test_results_have_the_same_bits_alone_and_with_more_threads(impl: Implementation, dtype: torch.dtype) -> None:
+def test_results_have_the_same_bits_alone_and_with_more_threads(
+    impl: Implementation, dtype: torch.dtype
+) -> None:
     if not impl.is_bitwise:
         return
     x, weight, gate_up = (impl.randn(shape, dtype) for shape in ((100, 896), (896,), (100, 1792)))
@@ -124,25 +138,89 @@ def test_results_have_the_same_bits_alone_and_with_more_threads(impl: Implementa
 X, ONES = torch.randn((3, 128)), torch.ones(128)
 TOKENS = torch.tensor([2, 1])
 MISFITS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
-    ("embed", lambda: (TOKENS.short(), None, X), r"tokens: expected dtype int32 or int64, got torch\.int16"),
-    ("embed", lambda: (TOKENS.repeat(2)[::2], None, X), r"tokens: expected consecutive elements, got \(2,\)"),
-    ("embed", lambda: (TOKENS, TOKENS, X), r"sampled: expected dtype torch\.int32, got torch\.int64"),
-    ("embed", lambda: (TOKENS, TOKENS.int().repeat(2)[::2], X), "sampled: expected consecutive elements, got"),
+    (
+        "embed",
+        lambda: (TOKENS.short(), None, X),
+        r"tokens: expected dtype int32 or int64, got torch\.int16",
+    ),
+    (
+        "embed",
+        lambda: (TOKENS.repeat(2)[::2], None, X),
+        r"tokens: expected consecutive elements, got \(2,\)",
+    ),
+    (
+        "embed",
+        lambda: (TOKENS, TOKENS, X),
+        r"sampled: expected dtype torch\.int32, got torch\.int64",
+    ),
+    (
+        "embed",
+        lambda: (TOKENS, TOKENS.int().repeat(2)[::2], X),
+        "sampled: expected consecutive elements, got",
+    ),
     ("embed", lambda: (TOKENS, None, turned(X)), "table: expected consecutive elements, got"),
     ("rms_norm", lambda: (X, ONES[1:], 1e-6), r"weight: expected shape \[128\], got \[127\]"),
-    ("rms_norm", lambda: (X, ONES.bfloat16(), 1e-6), r"weight: expected dtype torch\.float32, got torch\.bfloat16"),
-    ("rms_norm", lambda: (X, torch.ones(256)[::2], 1e-6), r"weight: expected consecutive elements, got \(2,\)"),
-    ("rms_norm", lambda: (turned(X), ONES, 1e-6), r"x: expected consecutive elements, got \(1, 3\)"),
-    ("rms_norm", lambda: (X[None, None], ONES, 1e-6), r"x: expected two or three dimensions, got \[1, 1, 3, 128\]"),
-    ("fused_add_rms_norm", lambda: (X, X, ONES[1:], 1e-6), r"x: expected shape \[any, 127\], got \[3, 128\]"),
-    ("fused_add_rms_norm", lambda: (X, X[1:], ONES, 1e-6), r"residual: expected shape \[3, 128\], got \[2, 128\]"),
-    ("fused_add_rms_norm", lambda: (X, X.bfloat16(), ONES, 1e-6), r"residual: expected dtype torch\.float32, got"),
-    ("fused_add_rms_norm", lambda: (X, X, torch.ones(256)[::2], 1e-6), "weight: expected consecutive elements"),
-    ("fused_add_rms_norm", lambda: (turned(X), X, ONES, 1e-6), r"x: expected contiguous rows, got \(1, 3\)"),
-    ("fused_add_rms_norm", lambda: (X, turned(X), ONES, 1e-6), r"residual: expected contiguous rows, got \(1, 3\)"),
-    ("silu_and_mul", lambda: (X[:, 1:],), r"gate_up: expected two dimensions, the second even, got \[3, 127\]"),
+    (
+        "rms_norm",
+        lambda: (X, ONES.bfloat16(), 1e-6),
+        r"weight: expected dtype torch\.float32, got torch\.bfloat16",
+    ),
+    (
+        "rms_norm",
+        lambda: (X, torch.ones(256)[::2], 1e-6),
+        r"weight: expected consecutive elements, got \(2,\)",
+    ),
+    (
+        "rms_norm",
+        lambda: (turned(X), ONES, 1e-6),
+        r"x: expected consecutive elements, got \(1, 3\)",
+    ),
+    (
+        "rms_norm",
+        lambda: (X[None, None], ONES, 1e-6),
+        r"x: expected two or three dimensions, got \[1, 1, 3, 128\]",
+    ),
+    (
+        "fused_add_rms_norm",
+        lambda: (X, X, ONES[1:], 1e-6),
+        r"x: expected shape \[any, 127\], got \[3, 128\]",
+    ),
+    (
+        "fused_add_rms_norm",
+        lambda: (X, X[1:], ONES, 1e-6),
+        r"residual: expected shape \[3, 128\], got \[2, 128\]",
+    ),
+    (
+        "fused_add_rms_norm",
+        lambda: (X, X.bfloat16(), ONES, 1e-6),
+        r"residual: expected dtype torch\.float32, got",
+    ),
+    (
+        "fused_add_rms_norm",
+        lambda: (X, X, torch.ones(256)[::2], 1e-6),
+        "weight: expected consecutive elements",
+    ),
+    (
+        "fused_add_rms_norm",
+        lambda: (turned(X), X, ONES, 1e-6),
+        r"x: expected contiguous rows, got \(1, 3\)",
+    ),
+    (
+        "fused_add_rms_norm",
+        lambda: (X, turned(X), ONES, 1e-6),
+        r"residual: expected contiguous rows, got \(1, 3\)",
+    ),
+    (
+        "silu_and_mul",
+        lambda: (X[:, 1:],),
+        r"gate_up: expected two dimensions, the second even, got \[3, 127\]",
+    ),
     ("silu_and_mul", lambda: (X[:, 2:],), r"gate_up: expected contiguous rows, got \(128, 1\)"),
-    ("silu_and_mul", lambda: (X[None],), r"gate_up: expected two dimensions, the second even, got \[1, 3, 128\]"),
+    (
+        "silu_and_mul",
+        lambda: (X[None],),
+        r"gate_up: expected two dimensions, the second even, got \[1, 3, 128\]",
+    ),
 ]
 
 

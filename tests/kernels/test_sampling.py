@@ -47,13 +47,20 @@ def logits_of(vocab_size: int, rows: int = 1, seed: int = 0, spread: float = 3.0
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def columns_of(rows: Sequence[tuple[Parameters, float]], device: torch.device = CPU) -> SamplingColumns:
+def columns_of(
+    rows: Sequence[tuple[Parameters, float]], device: torch.device = CPU
+) -> SamplingColumns:
     """From (parameters, uniform) of each row."""
-    return SamplingColumns.build([RowSampling(*parameters, uniform) for parameters, uniform in rows], device)
+    return SamplingColumns.build(
+        [RowSampling(*parameters, uniform) for parameters, uniform in rows], device
+    )
 
 
 def draws(
-    logits: torch.Tensor, parameters: Parameters, uniforms: Sequence[float], impl: Implementation = TORCH
+    logits: torch.Tensor,
+    parameters: Parameters,
+    uniforms: Sequence[float],
+    impl: Implementation = TORCH,
 ) -> torch.Tensor:
     columns = columns_of([(parameters, uniform) for uniform in uniforms], impl.device)
     return impl.kernels.sample(logits.expand(len(uniforms), -1).to(impl.device), columns).cpu()
@@ -66,7 +73,9 @@ def test_evenly_spaced_draws_follow_the_exact_distribution(
 ) -> None:
     uniforms = [0.0, *((i + 0.5) / 200 for i in range(200)), 0.95, 1 - 2**-24]
     if impl.is_interpreted:  # it is slow, and each draw finds the same bound
-        if parameters not in {7: EACH_BRANCH[-2:], 640: EACH_BRANCH, 5000: EACH_BRANCH[-2:]}.get(vocab_size, ()):
+        if parameters not in {7: EACH_BRANCH[-2:], 640: EACH_BRANCH, 5000: EACH_BRANCH[-2:]}.get(
+            vocab_size, ()
+        ):
             return
         uniforms = [0.0, 0.5, 1 - 2**-24]
     logits = logits_of(vocab_size)
@@ -74,7 +83,9 @@ def test_evenly_spaced_draws_follow_the_exact_distribution(
     assert_drawn_from(probabilities(logits[0], *parameters), tokens, uniforms, impl)
 
 
-def assert_drawn_from(p: torch.Tensor, tokens: torch.Tensor, uniforms: Sequence[float], impl: Implementation) -> None:
+def assert_drawn_from(
+    p: torch.Tensor, tokens: torch.Tensor, uniforms: Sequence[float], impl: Implementation
+) -> None:
     """Check tokens against the exact distribution."""
     # A draw belongs to the token whose interval of the cumulative distribution holds it, up to rounding at its ends.
     ends = p.cumsum(0)[tokens]
@@ -87,13 +98,17 @@ def assert_drawn_from(p: torch.Tensor, tokens: torch.Tensor, uniforms: Sequence[
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256, 151_936])
-def test_vocabularies_of_models_are_drawn_from_exactly(vocab_size: int, impl: Implementation) -> None:
+def test_vocabularies_of_models_are_drawn_from_exactly(
+    vocab_size: int, impl: Implementation
+) -> None:
     if impl.is_interpreted and vocab_size % 2 == 0:
         return  # the odd one has all that these have
     logits = logits_of(vocab_size, rows=2)
     logits[1] = logits[1].round()  # equals in all places
     uniforms = [0.7] if impl.is_interpreted else [0.0, 0.3, 1 - 2**-24]
-    cases = [FILTERS[-2]] if impl.is_interpreted else [*FILTERS[::4], (1.0, vocab_size - 1, 0.9, 0.0)]
+    cases = (
+        [FILTERS[-2]] if impl.is_interpreted else [*FILTERS[::4], (1.0, vocab_size - 1, 0.9, 0.0)]
+    )
     for parameters in cases:
         for row in range(1 if impl.is_interpreted else 2):
             tokens = draws(logits[row : row + 1], parameters, uniforms, impl)
@@ -139,7 +154,9 @@ def test_extreme_parameters_and_logits_are_drawn_from_exactly(impl: Implementati
         cases = EDGE_CASES[kind % 4 :: 4] if impl.is_interpreted else EDGE_CASES
         rows = [(parameters, uniform) for parameters in cases for uniform in uniforms]
         repeated = logits.expand(len(rows), -1).to(impl.device)
-        tokens = impl.kernels.sample(repeated, columns_of(rows, impl.device)).cpu().view(len(cases), -1)
+        tokens = (
+            impl.kernels.sample(repeated, columns_of(rows, impl.device)).cpu().view(len(cases), -1)
+        )
         for parameters, drawn in zip(cases, tokens, strict=True):
             assert_drawn_from(probabilities(logits, *parameters), drawn, uniforms, impl)
 
@@ -157,10 +174,14 @@ def test_draws_at_the_ends_yield_kept_tokens(uniform: float, parameters: Paramet
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 127, 128, 640, 1000, 5001, 32_000])
-def test_greedy_takes_the_first_of_equals_beside_rows_that_draw(vocab_size: int, impl: Implementation) -> None:
+def test_greedy_takes_the_first_of_equals_beside_rows_that_draw(
+    vocab_size: int, impl: Implementation
+) -> None:
     if impl.is_interpreted and vocab_size not in (1, 127, 5001):
         return
-    logits = torch.randint(-3, 3, (20, vocab_size), generator=torch.Generator().manual_seed(0)).float()
+    logits = torch.randint(
+        -3, 3, (20, vocab_size), generator=torch.Generator().manual_seed(0)
+    ).float()
     logits[4, :-1] = -torch.inf
     draws_too = [index == 7 for index in range(20)]
     rows = [((1.0, 0, 1.0, 0.0) if drawn else GREEDY, 0.5) for drawn in draws_too]
@@ -187,7 +208,9 @@ def test_a_row_that_is_no_distribution_gets_a_code_beside_rows_that_are(
     logits[10] = -torch.inf
     logits[11] = -1e30
     out = torch.full((13,), -7, dtype=torch.int32, device=impl.device)
-    tokens = impl.kernels.sample(logits.to(impl.device), columns_of([(parameters, 0.4)] * 13, impl.device), out)
+    tokens = impl.kernels.sample(
+        logits.to(impl.device), columns_of([(parameters, 0.4)] * 13, impl.device), out
+    )
     assert tokens is out
     assert tokens.tolist() == [NON_FINITE] * 10 + [
         NOTHING_LEFT,
@@ -227,7 +250,13 @@ def test_no_pass_leaves_anything_for_the_next(impl: Implementation) -> None:
 
 def test_equals_at_the_bound_are_kept_together(impl: Implementation) -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    assert draws(logits, (1.0, 2, 1.0, 0.0), [0.0, 0.4, 0.5, 0.75, 0.9], impl).tolist() == [0, 0, 1, 2, 3]
+    assert draws(logits, (1.0, 2, 1.0, 0.0), [0.0, 0.4, 0.5, 0.75, 0.9], impl).tolist() == [
+        0,
+        0,
+        1,
+        2,
+        3,
+    ]
     assert probabilities(logits[0], 1.0, 2, 1.0, 0.0)[4] == 0
 
 
@@ -252,15 +281,29 @@ def edit(logits: torch.Tensor, rows: Sequence[RowEdits]) -> None:
 
 def test_penalties_are_those_of_openai_and_transformers() -> None:
     logits = torch.tensor(
-        [[2.0, -2.0, 1.0, 0.5, 3.0], [1.0] * 5, [2.0, -2.0, 1.0, 0.5, 3.0], [4.0, -4.0, 4.0, 1.0, 1.0]]
+        [
+            [2.0, -2.0, 1.0, 0.5, 3.0],
+            [1.0] * 5,
+            [2.0, -2.0, 1.0, 0.5, 3.0],
+            [4.0, -4.0, 4.0, 1.0, 1.0],
+        ]
     )
     rows = [
         RowEdits(row=0, prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition=2.0),
-        RowEdits(row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25),
-        RowEdits(row=3, prompt_token_ids=[0, 1], output_token_ids=[1, 2], repetition=2.0, presence=1.0),
+        RowEdits(
+            row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25
+        ),
+        RowEdits(
+            row=3, prompt_token_ids=[0, 1], output_token_ids=[1, 2], repetition=2.0, presence=1.0
+        ),
     ]
     edit(logits, rows)
-    expected = [[1.0, -4.0, 0.5, 0.25, 3.0], [1.0] * 5, [2.0, -3.25, 1.0, 0.5, 2.25], [2.0, -9.0, 1.0, 1.0, 1.0]]
+    expected = [
+        [1.0, -4.0, 0.5, 0.25, 3.0],
+        [1.0] * 5,
+        [2.0, -3.25, 1.0, 0.5, 2.25],
+        [2.0, -9.0, 1.0, 1.0, 1.0],
+    ]
     assert torch.allclose(logits, torch.tensor(expected))
 
 
@@ -273,9 +316,16 @@ def test_biases_are_added_after_penalties_and_unknown_tokens_ignored() -> None:
 
 def test_only_allowed_tokens_stay_after_biases_and_other_rows_keep_theirs() -> None:
     logits = torch.tensor([[4.0, 1.0, 2.0], [1.0, 3.0, 1.0], [5.0, 6.0, 7.0]])
-    rows = [RowEdits(row=2, allowed_token_ids=(2, 0, 2), bias={0: 1.5}), RowEdits(row=0, allowed_token_ids=[1])]
+    rows = [
+        RowEdits(row=2, allowed_token_ids=(2, 0, 2), bias={0: 1.5}),
+        RowEdits(row=0, allowed_token_ids=[1]),
+    ]
     edit(logits, rows)
-    assert logits.tolist() == [[-torch.inf, 1.0, -torch.inf], [1.0, 3.0, 1.0], [6.5, -torch.inf, 7.0]]
+    assert logits.tolist() == [
+        [-torch.inf, 1.0, -torch.inf],
+        [1.0, 3.0, 1.0],
+        [6.5, -torch.inf, 7.0],
+    ]
 
 
 @pytest.mark.parametrize("vocab_size", [7, 640, 1000])
@@ -310,7 +360,9 @@ def test_misfits_are_refused(impl: Implementation) -> None:
         impl.kernels.sample(logits, columns_of([(FILTERS[0], 0.5)] * 2, impl.device))
     with pytest.raises(ValueError, match="columns: expected contiguous elements"):
         impl.kernels.sample(logits, SamplingColumns(columns.words.repeat(1, 2)[:, ::2]))
-    with pytest.raises(ValueError, match=r"logits: expected dtype torch\.float32, got torch\.float16"):
+    with pytest.raises(
+        ValueError, match=r"logits: expected dtype torch\.float32, got torch\.float16"
+    ):
         impl.kernels.sample(logits.half(), columns)
     with pytest.raises(ValueError, match=r"out: expected dtype torch\.int32, got torch\.int64"):
         impl.kernels.sample(logits, columns, torch.empty(1, dtype=torch.int64, device=impl.device))

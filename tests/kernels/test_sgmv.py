@@ -8,7 +8,14 @@ import torch
 
 from implementations import BF16, CPU, F16, F32, TORCH, Implementation, needs_compiler, num_threads
 from manylora.kernels.native.sgmv import sgmv as native_sgmv
-from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, Tiles, row_pitch_units
+from manylora.kernels.sgmv import (
+    GROUP_ROWS,
+    UNIT_BYTES,
+    SgmvOperands,
+    SgmvSite,
+    Tiles,
+    row_pitch_units,
+)
 from manylora.memory import geometry
 from numerics import assert_rows_close, bits
 from scattered_lora import LAYER, ScatteredLora, SgmvCase, make_tiles
@@ -43,7 +50,13 @@ CASES = [
     *(  # sizes that fit no vector
         SgmvCase(40, "uniform", in_features, widths, dtype, RANKS)
         for in_features, widths in (
-            *((2049, (100,)), (100, (24, 2049)), (24, (100, 24, 40)), (1, (1, 2, 3)), (15, (17, 16, 15))),
+            *(
+                (2049, (100,)),
+                (100, (24, 2049)),
+                (24, (100, 24, 40)),
+                (1, (1, 2, 3)),
+                (15, (17, 16, 15)),
+            ),
             *((1025, (129, 63, 65)), (3000, (128, 127, 257))),
         )
         for dtype in (F32, BF16)
@@ -57,8 +70,16 @@ GPU_CASES = [
         for popularity in POPULARITIES
         for dtype, rows in ((F32, 16), (BF16, 64 if tokens >= 64 else 16))
     ),
-    *(SgmvCase(17, "uniform", hidden, (512,), dtype) for hidden in HIDDEN for dtype in (F32, F16, BF16)),
-    *(SgmvCase(17, "zipf", 512, (hidden, hidden), dtype) for hidden in HIDDEN for dtype in (F32, F16, BF16)),
+    *(
+        SgmvCase(17, "uniform", hidden, (512,), dtype)
+        for hidden in HIDDEN
+        for dtype in (F32, F16, BF16)
+    ),
+    *(
+        SgmvCase(17, "zipf", 512, (hidden, hidden), dtype)
+        for hidden in HIDDEN
+        for dtype in (F32, F16, BF16)
+    ),
     SgmvCase(512, "skewed", 4096, (4096, 1024, 1024), BF16, tile_rows=128),
 ]
 
@@ -77,7 +98,9 @@ def tiles_of(tiles: Sequence[tuple[int, int, int]], device: torch.device, rows: 
 
 def test_implementations_equal_dense_products(impl: Implementation, case: SgmvCase) -> None:
     operands = ScatteredLora(case, impl.device)
-    assert_rows_close(operands.apply(impl.kernels.sgmv), operands.expected(), impl.tolerance(case.dtype))
+    assert_rows_close(
+        operands.apply(impl.kernels.sgmv), operands.expected(), impl.tolerance(case.dtype)
+    )
 
 
 def test_tiles_of_any_length_are_right(impl: Implementation, dtype: torch.dtype) -> None:
@@ -92,7 +115,9 @@ def test_tiles_of_any_length_are_right(impl: Implementation, dtype: torch.dtype)
 
 
 def test_rows_of_the_base_and_untouched_modules_keep_every_bit(impl: Implementation) -> None:
-    operands = ScatteredLora(SgmvCase(64, "uniform", 128, (128, 64), F32, ranks=(0, 8, 16, 0)), impl.device)
+    operands = ScatteredLora(
+        SgmvCase(64, "uniform", 128, (128, 64), F32, ranks=(0, 8, 16, 0)), impl.device
+    )
     y = operands.apply(impl.kernels.sgmv)
     column = 0
     for module, width in zip(operands.site.modules, operands.site.widths, strict=True):
@@ -103,8 +128,12 @@ def test_rows_of_the_base_and_untouched_modules_keep_every_bit(impl: Implementat
         column += width
 
 
-def test_rows_of_no_tile_keep_every_bit_and_are_not_read(impl: Implementation, dtype: torch.dtype) -> None:
-    operands = ScatteredLora(SgmvCase(40, "identical", 100, (100, 24), dtype, (24, 16)), impl.device)
+def test_rows_of_no_tile_keep_every_bit_and_are_not_read(
+    impl: Implementation, dtype: torch.dtype
+) -> None:
+    operands = ScatteredLora(
+        SgmvCase(40, "identical", 100, (100, 24), dtype, (24, 16)), impl.device
+    )
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(-(2**15), 2**15, operands.y.shape, generator=generator).to(impl.device)
     outside = [row for row in range(40) if not (3 <= row < 10 or 20 <= row < 30 or 33 <= row < 37)]
@@ -113,14 +142,20 @@ def test_rows_of_no_tile_keep_every_bit_and_are_not_read(impl: Implementation, d
     operands.y = y_bits.view(dtype)
     assert operands.y[outside].isnan().any()
     operands.x[outside] = float("nan")
-    operands.tiles = tiles_of([(0, 3, 7), (-1, 0, 3), (1, 20, 10), (1, 33, 4), (-1, 0, 0)], impl.device)
+    operands.tiles = tiles_of(
+        [(0, 3, 7), (-1, 0, 3), (1, 20, 10), (1, 33, 4), (-1, 0, 0)], impl.device
+    )
     y = operands.apply(impl.kernels.sgmv)
     assert torch.equal(bits(y)[outside], y_bits[outside])
     assert torch.isfinite(y[[*range(3, 10), *range(20, 30), *range(33, 37)]]).all()
 
 
-def test_nothing_but_an_adapter_s_own_weights_is_read(impl: Implementation, dtype: torch.dtype) -> None:
-    operands = ScatteredLora(SgmvCase(30, "identical", 100, (130, 24), dtype, (24, 64, 8)), impl.device)
+def test_nothing_but_an_adapter_s_own_weights_is_read(
+    impl: Implementation, dtype: torch.dtype
+) -> None:
+    operands = ScatteredLora(
+        SgmvCase(30, "identical", 100, (130, 24), dtype, (24, 64, 8)), impl.device
+    )
     operands.tiles = tiles_of([(1, 0, 30)], impl.device)
     clean = operands.apply(impl.kernels.sgmv)
     assert not torch.equal(clean, operands.y)
@@ -151,7 +186,9 @@ def test_a_step_of_no_rows_is_no_error(impl: Implementation) -> None:
 
 
 def test_a_row_does_not_depend_on_the_other_adapters_of_the_batch(impl: Implementation) -> None:
-    operands = ScatteredLora(SgmvCase(32, "identical", 256, (128, 64), F32, ranks=(24, 64, 16)), impl.device)
+    operands = ScatteredLora(
+        SgmvCase(32, "identical", 256, (128, 64), F32, ranks=(24, 64, 16)), impl.device
+    )
     alone = operands.apply(impl.kernels.sgmv)[16:]
     operands.tiles = make_tiles([-1] * 3 + [0] * 5 + [1] * 8 + [2] * 16, 16, 3, impl.device)
     assert_rows_close(operands.apply(impl.kernels.sgmv)[16:], alone, 0.1)
@@ -185,13 +222,16 @@ def test_a_row_has_the_same_bits_alone_and_in_any_place(
 
 def test_results_repeat_bit_by_bit(impl: Implementation, dtype: torch.dtype) -> None:
     in_features = 128 if impl.is_interpreted else 896
-    operands = ScatteredLora(SgmvCase(33, "zipf", in_features, (128, 128, 100), dtype, RANKS, 64), impl.device)
+    operands = ScatteredLora(
+        SgmvCase(33, "zipf", in_features, (128, 128, 100), dtype, RANKS, 64), impl.device
+    )
     with num_threads(1):
         first = operands.apply(impl.kernels.sgmv)
     for threads in (1, 2) if impl.is_bitwise else (1,):
         with num_threads(threads):
             assert all(
-                torch.equal(operands.apply(impl.kernels.sgmv), first) for _ in range(1 if impl.is_interpreted else 3)
+                torch.equal(operands.apply(impl.kernels.sgmv), first)
+                for _ in range(1 if impl.is_interpreted else 3)
             )
 
 
@@ -215,7 +255,9 @@ def test_another_mix_of_adapters_works_in_the_same_tables(impl: Implementation) 
     for world in worlds:
         world.copy_into(room.tables, room.tiles, arena)
         y = world.y.clone()
-        impl.kernels.sgmv(world.x, y, SgmvOperands(arena, room.tables, room.tiles, world.site, LAYER))
+        impl.kernels.sgmv(
+            world.x, y, SgmvOperands(arena, room.tables, room.tiles, world.site, LAYER)
+        )
         assert_rows_close(y.cpu(), world.expected())
 
 
@@ -228,25 +270,52 @@ def test_constants_are_those_of_the_page_format() -> None:
 
 def test_misfits_are_refused_with_expected_and_got(impl: Implementation) -> None:
     operands = ScatteredLora(SgmvCase(3, "uniform", 128, (64, 64), F32), impl.device)
-    x, y, arena, tables, tiles = operands.x, operands.y, operands.arena, operands.tables, operands.tiles
+    x, y, arena, tables, tiles = (
+        operands.x,
+        operands.y,
+        operands.arena,
+        operands.tables,
+        operands.tiles,
+    )
     before, site = y.clone(), operands.site
     for wrong, expected in (
-        ((x[:, 1:], y, arena, tables, tiles, site, LAYER), r"x: expected shape \[3, 128\], got \[3, 127\]"),
+        (
+            (x[:, 1:], y, arena, tables, tiles, site, LAYER),
+            r"x: expected shape \[3, 128\], got \[3, 127\]",
+        ),
         ((x, y, arena, tables, tiles, site, 2), "layer: expected 0 to 1, got 2"),
         (
             (x, y, arena, tables, tiles, SgmvSite(128, (2, 1), (64, 64)), LAYER),
             r"site.modules: expected consecutive indices below 4, got \(2, 1\)",
         ),
-        ((x, y, arena, tables, tiles, SgmvSite(128, (4,), (128,)), LAYER), r"indices below 4, got \(4,\)"),
-        ((x, y, arena, tables, tiles, SgmvSite(128, (1, 2), (128,)), LAYER), "expected one width per module, got"),
-        ((x, y, arena, tables, tiles, SgmvSite(128, (0, 1, 2, 3), (32,) * 4), LAYER), "expected at most 3 slices, got"),
+        (
+            (x, y, arena, tables, tiles, SgmvSite(128, (4,), (128,)), LAYER),
+            r"indices below 4, got \(4,\)",
+        ),
+        (
+            (x, y, arena, tables, tiles, SgmvSite(128, (1, 2), (128,)), LAYER),
+            "expected one width per module, got",
+        ),
+        (
+            (x, y, arena, tables, tiles, SgmvSite(128, (0, 1, 2, 3), (32,) * 4), LAYER),
+            "expected at most 3 slices, got",
+        ),
         (
             (x, y, arena.bfloat16(), tables, tiles, site, LAYER),
             r"x: expected dtype torch\.bfloat16, got torch\.float32",
         ),
-        ((x.T.contiguous().T, y, arena, tables, tiles, site, LAYER), "x: expected rows of consecutive elements, got"),
-        ((x, y.T.contiguous().T, arena, tables, tiles, site, LAYER), "y: expected rows of consecutive elements, got"),
-        ((x, y, arena[:, ::2], tables, tiles, site, LAYER), "arena_elements: expected one contiguous arena, got"),
+        (
+            (x.T.contiguous().T, y, arena, tables, tiles, site, LAYER),
+            "x: expected rows of consecutive elements, got",
+        ),
+        (
+            (x, y.T.contiguous().T, arena, tables, tiles, site, LAYER),
+            "y: expected rows of consecutive elements, got",
+        ),
+        (
+            (x, y, arena[:, ::2], tables, tiles, site, LAYER),
+            "arena_elements: expected one contiguous arena, got",
+        ),
     ):
         with pytest.raises(ValueError, match=expected):
             impl.kernels.sgmv(*wrong[:2], SgmvOperands(*wrong[2:]))
@@ -261,7 +330,9 @@ def test_native_kernels_refuse_tiles_and_tables_with_gaps() -> None:
     with pytest.raises(ValueError, match="tiles: expected contiguous"):
         operands.apply(native_sgmv)
     operands.tiles = tiles
-    operands.tables = replace(tables, ranks=tables.ranks.transpose(0, 1).contiguous().transpose(0, 1))
+    operands.tables = replace(
+        tables, ranks=tables.ranks.transpose(0, 1).contiguous().transpose(0, 1)
+    )
     with pytest.raises(ValueError, match="ranks: expected"):
         operands.apply(native_sgmv)
 

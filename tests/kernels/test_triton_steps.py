@@ -34,12 +34,20 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
         None,
         make_adapter(model, tmp_path / "few sites", targets=("q_proj", "v_proj"), rank=16),
         make_adapter(model, tmp_path / "all sites", targets=ALL_LINEAR, rank=13, seed=2),
-        make_adapter(model, tmp_path / "one layer", targets=("o_proj", "up_proj"), layers_to_transform=[1], seed=3),
+        make_adapter(
+            model,
+            tmp_path / "one layer",
+            targets=("o_proj", "up_proj"),
+            layers_to_transform=[1],
+            seed=3,
+        ),
     ]
     driver = StepDriver(model)
     slots = [None if folder is None else driver.load_adapter(folder) for folder in folders]
     order = [2, 0, 1, 3, 2]
-    requests = [driver.request(tokens, slots[which]) for tokens, which in zip(PROMPTS, order, strict=True)]
+    requests = [
+        driver.request(tokens, slots[which]) for tokens, which in zip(PROMPTS, order, strict=True)
+    ]
     first = driver.logits(requests)
     for request in requests:
         request.token_ids.append(17)
@@ -59,7 +67,9 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
         slot_mapping=tuple(slots.int() for slots in rows.slot_mapping),
         sampled=rows.tokens.int(),
     )
-    static = decoder.logits(decoder.forward(static_rows, kv, driver.lora.static_step(torch.from_numpy(tiles), 16)))
+    static = decoder.logits(
+        decoder.forward(static_rows, kv, driver.lora.static_step(torch.from_numpy(tiles), 16))
+    )
     assert torch.equal(static, eager)
 
     for place, (tokens, which) in enumerate(zip(PROMPTS, order, strict=True)):

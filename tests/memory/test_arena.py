@@ -11,7 +11,13 @@ CPU = torch.device("cpu")
 
 
 def make_geometry(*, is_kv_int8: bool = False, **changes: int) -> PageGeometry:
-    sizes = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 16, "dtype_bytes": 2, "largest_row_features": 64} | changes
+    sizes = {
+        "num_layers": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "dtype_bytes": 2,
+        "largest_row_features": 64,
+    } | changes
     return page_geometry(**sizes, is_kv_int8=is_kv_int8)
 
 
@@ -53,12 +59,18 @@ def test_only_int8_has_scales() -> None:
 
 @pytest.mark.parametrize("dtype_bytes", [2, 4])
 @pytest.mark.parametrize(
-    ("num_layers", "num_kv_heads", "head_dim"), [(32, 8, 128), (24, 2, 64), (32, 32, 128), (3, 2, 24), (28, 4, 80)]
+    ("num_layers", "num_kv_heads", "head_dim"),
+    [(32, 8, 128), (24, 2, 64), (32, 32, 128), (3, 2, 24), (28, 4, 80)],
 )
 def test_int8_keeps_the_bytes_of_a_page_but_for_the_scales(
     num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
 ) -> None:
-    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype_bytes": dtype_bytes}
+    sizes = {
+        "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "dtype_bytes": dtype_bytes,
+    }
     wide, int8 = (make_geometry(**sizes, is_kv_int8=is_kv_int8) for is_kv_int8 in (False, True))
     assert int8.page_tokens == wide.page_tokens * dtype_bytes
     assert int8.num_groups == wide.num_groups

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from manylora.errors import PageAccountingError
-from manylora.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, Evictable, Evictor, Gdsf, Lru, UseCount
+from manylora.memory.eviction import (
+    HALF_LIFE_S,
+    MIN_COMPACTION,
+    Evictable,
+    Evictor,
+    Gdsf,
+    Lru,
+    UseCount,
+)
 from manylora.memory.eviction import eviction_policy as policy_of
 from manylora.memory.pool import PageKind, PagePool
 

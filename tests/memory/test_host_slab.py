@@ -118,13 +118,17 @@ def test_a_slab_that_nobody_closed_ends_its_page_locking_before_its_memory_goes(
     assert cudart.unregistered == [address]
 
 
-def test_only_a_pinned_slab_with_pages_asks_for_page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_pinned_slab_with_pages_asks_for_page_locking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: 1 / 0)
     assert HostSlab(0, 768, pinned=True).allocate(1) is None
     HostSlab(2, 768, pinned=False).close()
 
 
-def test_memory_that_cannot_be_page_locked_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_page_locked_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cudart = Cudart(register_status=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     said = r"memory\.host_gib: 1\.00 GiB of host memory cannot be page-locked .*: out of memory; .*ulimit -l"
@@ -134,7 +138,9 @@ def test_memory_that_cannot_be_page_locked_is_refused_with_what_to_do(monkeypatc
 
 
 def test_more_memory_than_the_system_maps_is_refused_too() -> None:
-    with pytest.raises(ConfigError, match=r"memory\.host_gib: .* GiB of host memory cannot be page-locked"):
+    with pytest.raises(
+        ConfigError, match=r"memory\.host_gib: .* GiB of host memory cannot be page-locked"
+    ):
         HostSlab(1 << 36, 1 << 20, pinned=True)
 
 

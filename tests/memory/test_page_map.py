@@ -32,11 +32,17 @@ def torn_pool(num_pages: int, first_page: int, seed: int) -> tuple[PagePool, dic
             pages = held.pop(rng.randrange(len(held)))
             pool.free(pages, last_step=step + rng.randint(-1, 3))
         pool.complete(step)
-        uses |= {page: PageUse(kind=pool.state(page)) for page in uses if pool.state(page) not in PAGE_KINDS}
+        uses |= {
+            page: PageUse(kind=pool.state(page))
+            for page in uses
+            if pool.state(page) not in PAGE_KINDS
+        }
     return pool, uses
 
 
-@pytest.mark.parametrize(("num_pages", "first_page", "pages_per_cell"), [(150, 1, 1), (150, 7, 1), (604, 1, 7)])
+@pytest.mark.parametrize(
+    ("num_pages", "first_page", "pages_per_cell"), [(150, 1, 1), (150, 7, 1), (604, 1, 7)]
+)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_cell_shows_the_kind_that_most_of_its_pages_have_and_whose(
     num_pages: int, first_page: int, pages_per_cell: int, seed: int
@@ -56,7 +62,9 @@ def test_a_cell_shows_the_kind_that_most_of_its_pages_have_and_whose(
     assert all(one[1] != other[1] for one, other in zip(shown.runs, shown.runs[1:], strict=False))
 
 
-@pytest.mark.parametrize(("num_pages", "pages_per_cell"), [(MAX_CELLS, 1), (MAX_CELLS + 1, 2), (100_000, 25)])
+@pytest.mark.parametrize(
+    ("num_pages", "pages_per_cell"), [(MAX_CELLS, 1), (MAX_CELLS + 1, 2), (100_000, 25)]
+)
 def test_a_map_is_bounded_however_large_the_pool(num_pages: int, pages_per_cell: int) -> None:
     pool = PagePool(num_pages + 1)
     for kind in PAGE_KINDS:

@@ -104,7 +104,9 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, derandomize=True)
+TestPool.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
+)
 
 
 def test_a_page_is_handed_out_for_the_first_time_once() -> None:

@@ -22,7 +22,9 @@ tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 class Parts:
     """A cache over a pool of 30 pages, unless told otherwise; blocks of two tokens."""
 
-    def __init__(self, policy: Literal["lru", "gdsf"] = "lru", num_groups: int = 1, num_pages: int = 30) -> None:
+    def __init__(
+        self, policy: Literal["lru", "gdsf"] = "lru", num_groups: int = 1, num_pages: int = 30
+    ) -> None:
         self.now_s = 0.0
         self.num_groups = num_groups
         self.pool = PagePool(num_pages + 1)
@@ -34,7 +36,9 @@ class Parts:
         chain.extend(tokens)
         return chain
 
-    def publish(self, chain: TokenChain, group: str | None = None, block_s: float = 0.0) -> list[PrefixBlock]:
+    def publish(
+        self, chain: TokenChain, group: str | None = None, block_s: float = 0.0
+    ) -> list[PrefixBlock]:
         """Compute and publish a chain's blocks, each in `block_s` seconds; held by the caller."""
         held: list[PrefixBlock] = []
         for index in range(len(chain.blocks)):
@@ -206,7 +210,18 @@ def test_check_finds_an_idle_block_that_nobody_could_take() -> None:
 
 
 def test_fields_are_told_apart_by_their_lengths() -> None:
-    fields = [("ab", "c"), ("a", "bc"), ("a",), ("a", ""), ("", "a"), (), ("",), ("\0",), ("a", "b"), ("b", "a")]
+    fields = [
+        ("ab", "c"),
+        ("a", "bc"),
+        ("a",),
+        ("a", ""),
+        ("", "a"),
+        (),
+        ("",),
+        ("\0",),
+        ("a", "b"),
+        ("b", "a"),
+    ]
     assert len({chain_seed(*each) for each in fields}) == len(fields)
 
 
@@ -215,25 +230,37 @@ def test_a_name_is_the_hash_of_all_that_leads_to_it() -> None:
     seed = chain_seed("tenant")
     chain = TokenChain(seed, 2)
     chain.extend([1, 2, 3, 258])
-    first = hashlib.sha256(seed + bytes.fromhex("0200000000000000 0100000000000000 0200000000000000")).digest()
-    second = hashlib.sha256(first + bytes.fromhex("0200000000000000 0300000000000000 0201000000000000")).digest()
+    first = hashlib.sha256(
+        seed + bytes.fromhex("0200000000000000 0100000000000000 0200000000000000")
+    ).digest()
+    second = hashlib.sha256(
+        first + bytes.fromhex("0200000000000000 0300000000000000 0201000000000000")
+    ).digest()
     assert chain.digests == [first, second]
     assert chain.blocks == [(1, 2), (3, 258)]
 
 
 @given(tokens, st.lists(st.integers(0, 40), max_size=4), st.integers(1, 5))
-def test_a_chain_made_piece_by_piece_is_that_of_the_whole(token_ids: list[int], cuts: list[int], size: int) -> None:
+def test_a_chain_made_piece_by_piece_is_that_of_the_whole(
+    token_ids: list[int], cuts: list[int], size: int
+) -> None:
     whole, pieces = TokenChain(b"seed", size), TokenChain(b"seed", size)
     whole.extend(token_ids)
     for cut in [*sorted(cuts), len(token_ids)]:
         pieces.extend(token_ids[pieces.num_tokens : max(cut, pieces.num_tokens)])
     assert pieces.digests == whole.digests
-    assert pieces.blocks == whole.blocks == [tuple(token_ids[i : i + size]) for i in range(0, whole.num_tokens, size)]
+    assert (
+        pieces.blocks
+        == whole.blocks
+        == [tuple(token_ids[i : i + size]) for i in range(0, whole.num_tokens, size)]
+    )
     assert whole.num_tokens == len(token_ids) // size * size
 
 
 @given(tokens, tokens)
-def test_names_are_equal_only_as_far_as_all_tokens_before_are(one: list[int], other: list[int]) -> None:
+def test_names_are_equal_only_as_far_as_all_tokens_before_are(
+    one: list[int], other: list[int]
+) -> None:
     chains = TokenChain(b"seed", 3), TokenChain(b"seed", 3)
     for chain, token_ids in zip(chains, (one, other), strict=True):
         chain.extend(token_ids)
@@ -387,7 +414,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.check([reader.held for reader in self.readers])
         counts = self.pool.counts()
         assert counts["kv"] == self.num_groups * sum(len(reader.own) for reader in self.readers)
-        idle = counts["prefix"] - len({page for reader in self.readers for b in reader.held for page in b.pages})
+        idle = counts["prefix"] - len(
+            {page for reader in self.readers for b in reader.held for page in b.pages}
+        )
         assert self.evictor.num_evictable == idle
 
     @invariant()
@@ -410,4 +439,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCache = PrefixCacheMachine.TestCase
-TestPrefixCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestPrefixCache.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)

@@ -32,10 +32,14 @@ async def database(tmp_path: Path, database_url: str | None) -> AsyncIterator[Da
 
 
 @pytest.fixture
-async def registry(tmp_path: Path, clock: StandingClock, database_url: str | None) -> AsyncIterator[Registry]:
+async def registry(
+    tmp_path: Path, clock: StandingClock, database_url: str | None
+) -> AsyncIterator[Registry]:
     if database_url is None:
         put_registry(tmp_path)
-    opened = await Registry.open(database_url, tmp_path, "admin-secret", clock=clock, monotonic=clock.monotonic)
+    opened = await Registry.open(
+        database_url, tmp_path, "admin-secret", clock=clock, monotonic=clock.monotonic
+    )
     yield opened
     await opened.close()
 

@@ -15,9 +15,13 @@ from registry_samples import NOON, StandingClock, facts, kept_statements, publis
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Registry, acme: TenantRow) -> None:
+async def test_the_first_upload_makes_the_adapter_and_version_one(
+    registry: Registry, acme: TenantRow
+) -> None:
     uploaded = facts("a")
-    adapter, version, created = await publish_version(registry, acme.id, "support", uploaded, "answers questions")
+    adapter, version, created = await publish_version(
+        registry, acme.id, "support", uploaded, "answers questions"
+    )
     assert created
     assert (version.version, version.created_at, version.adapter_id) == (1, NOON, adapter.id)
     assert (adapter.tenant, adapter.name, adapter.pinned) == ("acme", "support", False)
@@ -49,10 +53,15 @@ async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: 
 async def test_two_processes_publishing_at_once_make_one_version(
     registry: Registry, acme: TenantRow, tmp_path: Path, database_url: str | None
 ) -> None:
-    other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
+    other = await Registry.open(
+        database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other"
+    )
     attempts = [(process, content) for content in "aabb" for process in (registry, other)]
     published = await asyncio.gather(
-        *(publish_version(process, acme.id, "support", facts(content)) for process, content in attempts)
+        *(
+            publish_version(process, acme.id, "support", facts(content))
+            for process, content in attempts
+        )
     )
     assert [created for _, _, created in published].count(True) == 2
     assert {version.version for _, version, _ in published} == {1, 2}
@@ -61,14 +70,20 @@ async def test_two_processes_publishing_at_once_make_one_version(
 
 async def test_an_adapter_takes_a_hundred_aliases(registry: Registry, acme: TenantRow) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
-    await registry.adapters.update_adapter(acme.id, "support", aliases={f"a{i}": 1 for i in range(99)})
+    await registry.adapters.update_adapter(
+        acme.id, "support", aliases={f"a{i}": 1 for i in range(99)}
+    )
     with pytest.raises(InvalidRequestError):
         await registry.adapters.update_adapter(acme.id, "support", aliases={"one-more": 1})
 
 
-async def test_description_and_pin_change_by_themselves(registry: Registry, acme: TenantRow) -> None:
+async def test_description_and_pin_change_by_themselves(
+    registry: Registry, acme: TenantRow
+) -> None:
     await publish_version(registry, acme.id, "support", facts("a"), "old")
-    assert (await registry.adapters.update_adapter(acme.id, "support", pinned_copies=1)).description == "old"
+    assert (
+        await registry.adapters.update_adapter(acme.id, "support", pinned_copies=1)
+    ).description == "old"
     adapter = await registry.adapters.update_adapter(acme.id, "support", description="new")
     assert (adapter.description, adapter.pinned) == ("new", True)
     adapter, _, _ = await publish_version(registry, acme.id, "support", facts("b"))
@@ -99,22 +114,35 @@ async def test_content_that_someone_else_refers_to_is_not_removed(
     await publish_version(registry, acme.id, "support", facts("a"))
     await publish_version(registry, acme.id, "twin", facts("a"))
     await publish_version(registry, other.id, "theirs", same_weights)
-    assert await registry.adapters.delete_adapter(acme.id, "twin") == Removed(digests=(), weights=())
+    assert await registry.adapters.delete_adapter(acme.id, "twin") == Removed(
+        digests=(), weights=()
+    )
     assert await registry.adapters.delete_adapter(acme.id, "support") == Removed(
         digests=(facts("a").digest,), weights=()
     )
-    assert await registry.adapters.unreferenced([same_weights.weights_sha256, "0" * 64]) == {"0" * 64}
-    assert (await registry.adapters.delete_adapter(other.id, "theirs")).weights == (same_weights.weights_sha256,)
+    assert await registry.adapters.unreferenced([same_weights.weights_sha256, "0" * 64]) == {
+        "0" * 64
+    }
+    assert (await registry.adapters.delete_adapter(other.id, "theirs")).weights == (
+        same_weights.weights_sha256,
+    )
     assert await registry.adapters.unreferenced([]) == frozenset()
 
 
-async def test_digests_are_named_by_all_their_versions(registry: Registry, acme: TenantRow, other: TenantRow) -> None:
+async def test_digests_are_named_by_all_their_versions(
+    registry: Registry, acme: TenantRow, other: TenantRow
+) -> None:
     for content in ("a", "b"):
         await publish_version(registry, acme.id, "support", facts(content))
     await publish_version(registry, other.id, "copy", facts("b"))
     unknown = [f"sha256:{index:064x}" for index in range(1200)]
-    names = await registry.adapters.version_names([*unknown, facts("b").digest, facts("a").digest, facts("b").digest])
-    assert names == {facts("a").digest: ("acme/support@1",), facts("b").digest: ("acme/support@2", "other/copy@1")}
+    names = await registry.adapters.version_names(
+        [*unknown, facts("b").digest, facts("a").digest, facts("b").digest]
+    )
+    assert names == {
+        facts("a").digest: ("acme/support@1",),
+        facts("b").digest: ("acme/support@2", "other/copy@1"),
+    }
     assert await registry.adapters.version_names([]) == {}
 
 
@@ -122,20 +150,33 @@ async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
     registry: Registry, acme: TenantRow, other: TenantRow, clock: StandingClock
 ) -> None:
     assert await registry.adapters.pinned_adapters() == ()
-    for tenant, name, content in ((other, "b", "b"), (acme, "a", "a"), (acme, "unpinned", "c"), (acme, "b", "b")):
+    for tenant, name, content in (
+        (other, "b", "b"),
+        (acme, "a", "a"),
+        (acme, "unpinned", "c"),
+        (acme, "b", "b"),
+    ):
         clock.advance(1)
         await publish_version(registry, tenant.id, name, facts(content))
         if name != "unpinned":
             await registry.adapters.update_adapter(tenant.id, name, pinned_copies=1)
     pinned = await registry.adapters.pinned_adapters()
-    assert [f"{adapter.tenant}/{adapter.name}" for adapter in pinned] == ["other/b", "acme/a", "acme/b"]
+    assert [f"{adapter.tenant}/{adapter.name}" for adapter in pinned] == [
+        "other/b",
+        "acme/a",
+        "acme/b",
+    ]
     clock.advance(1)
     await publish_version(registry, other.id, "b", facts("newer"))
     pinned = await registry.adapters.pinned_adapters()
-    assert [adapter.current.digest for adapter in pinned] == [facts(c).digest for c in ("a", "b", "newer")]
+    assert [adapter.current.digest for adapter in pinned] == [
+        facts(c).digest for c in ("a", "b", "newer")
+    ]
 
 
-async def test_changes_are_in_the_audit_log(registry: Registry, acme: TenantRow, clock: StandingClock) -> None:
+async def test_changes_are_in_the_audit_log(
+    registry: Registry, acme: TenantRow, clock: StandingClock
+) -> None:
     await publish_version(registry, acme.id, "support", facts("a"), actor="key_7")
     clock.advance(5)
     await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1})
@@ -158,7 +199,9 @@ async def test_changes_are_in_the_audit_log(registry: Registry, acme: TenantRow,
 async def test_no_version_refers_to_a_blob_while_it_is_deleted(
     registry: Registry, acme: TenantRow, tmp_path: Path, database_url: str | None
 ) -> None:
-    other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
+    other = await Registry.open(
+        database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other"
+    )
     order: list[str] = []
 
     async def publish(process: Registry) -> None:
@@ -205,7 +248,10 @@ async def test_adapters_of_all_tenants_are_listed_by_tenant_and_name_in_pages(
         after = page.next
     assert listed == ["a-b/a", "a-b/b", "a-b/c", "acme/b", "acme/z"]
     assert after is None
-    assert [a.name for a in (await registry.adapters.list_every_adapter(after="acme")).items] == ["b", "z"]
+    assert [a.name for a in (await registry.adapters.list_every_adapter(after="acme")).items] == [
+        "b",
+        "z",
+    ]
     assert (await registry.adapters.list_every_adapter(after="acme/z")).items == ()
     with pytest.raises(InvalidRequestError):
         await registry.adapters.list_every_adapter(after="nul/\x00")

@@ -56,7 +56,9 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(tenant=TENANTS, name=NAMES, content=CONTENTS, activate=st.booleans())
     def publish(self, tenant: str, name: str, content: str, activate: bool) -> None:
         _, version, created = self.runner.run(
-            publish_version(self.registry, self.ids[tenant], name, facts(content), activate=activate)
+            publish_version(
+                self.registry, self.ids[tenant], name, facts(content), activate=activate
+            )
         )
         adapter = self.expected.setdefault((tenant, name), Expected())
         same = [number for number, known in adapter.versions.items() if known == content]
@@ -72,7 +74,9 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(tenant=TENANTS, name=NAMES, alias=ALIASES, version=st.none() | VERSIONS)
     def point(self, tenant: str, name: str, alias: str, version: int | None) -> None:
         adapter = self.expected.get((tenant, name))
-        change = self.registry.adapters.update_adapter(self.ids[tenant], name, aliases={alias: version})
+        change = self.registry.adapters.update_adapter(
+            self.ids[tenant], name, aliases={alias: version}
+        )
         if adapter is None:
             self._fails(change, NotFoundError)
         elif version is None:
@@ -97,7 +101,9 @@ class AdapterMachine(RuleBasedStateMachine):
             del self.expected[tenant, name]
         else:
             del adapter.versions[version]
-            adapter.aliases = {alias: number for alias, number in adapter.aliases.items() if number != version}
+            adapter.aliases = {
+                alias: number for alias, number in adapter.aliases.items() if number != version
+            }
         gone = before - self._contents()
         assert set(removed.digests) == {facts(content).digest for content in gone}
         assert set(removed.weights) == {facts(content).weights_sha256 for content in gone}
@@ -105,12 +111,24 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(
         tenant=TENANTS,
         name=NAMES,
-        pin=st.sampled_from(["", "@1", "@2", "@3", "@prod", "@default", *(f"@{facts(each).digest}" for each in "xy")]),
+        pin=st.sampled_from(
+            [
+                "",
+                "@1",
+                "@2",
+                "@3",
+                "@prod",
+                "@default",
+                *(f"@{facts(each).digest}" for each in "xy"),
+            ]
+        ),
         qualified=st.booleans(),
     )
     def resolve(self, tenant: str, name: str, pin: str, qualified: bool) -> None:
         adapter = self.expected.get((tenant, name), Expected())
-        by_digest = {f"@{facts(content).digest}": number for number, content in adapter.versions.items()}
+        by_digest = {
+            f"@{facts(content).digest}": number for number, content in adapter.versions.items()
+        }
         wanted = by_digest.get(pin, adapter.aliases.get(pin[1:] or "default", 0))
         wanted = int(pin[1:]) if pin[1:].isdigit() else wanted
         text = f"{tenant}/{name}{pin}" if qualified else f"{name}{pin}"
@@ -125,7 +143,9 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(caller=TENANTS, name=NAMES, pin=st.sampled_from(["", "@1", f"@{facts('x').digest}"]))
     def reach_for_another_tenants_adapter(self, caller: str, name: str, pin: str) -> None:
         owner = "other" if caller == "acme" else "acme"
-        self._fails(self.registry.adapters.resolve(self.ids[caller], f"{owner}/{name}{pin}"), NotFoundError)
+        self._fails(
+            self.registry.adapters.resolve(self.ids[caller], f"{owner}/{name}{pin}"), NotFoundError
+        )
 
     @invariant()
     def everything_is_as_expected(self) -> None:
@@ -137,9 +157,15 @@ class AdapterMachine(RuleBasedStateMachine):
             for adapter in listed:
                 expected = self.expected[tenant, adapter.name]
                 assert adapter.tenant_id == tenant_id
-                assert adapter.aliases == {alias: {number: 1} for alias, number in expected.aliases.items()}
-                assert adapter.current.version == expected.aliases.get("default", max(expected.versions))
-                versions = self.runner.run(self.registry.adapters.list_versions(tenant_id, adapter.name))
+                assert adapter.aliases == {
+                    alias: {number: 1} for alias, number in expected.aliases.items()
+                }
+                assert adapter.current.version == expected.aliases.get(
+                    "default", max(expected.versions)
+                )
+                versions = self.runner.run(
+                    self.registry.adapters.list_versions(tenant_id, adapter.name)
+                )
                 assert [(version.version, version.digest) for version in versions] == [
                     (number, facts(content).digest)
                     for number, content in sorted(expected.versions.items(), reverse=True)
@@ -151,7 +177,9 @@ class AdapterMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def _contents(self) -> set[str]:
-        return {content for adapter in self.expected.values() for content in adapter.versions.values()}
+        return {
+            content for adapter in self.expected.values() for content in adapter.versions.values()
+        }
 
     def _fails(self, change: Any, error: type[ManyloraError]) -> ManyloraError:
         with pytest.raises(error) as caught:

@@ -23,7 +23,9 @@ async def _store() -> None:
     pass
 
 
-async def _file(registry: Registry, tenant_id: str, clock: StandingClock, size: int = 10) -> FileRow:
+async def _file(
+    registry: Registry, tenant_id: str, clock: StandingClock, size: int = 10
+) -> FileRow:
     file = new_file(tenant_id, "a.jsonl", "batch", clock(), size_bytes=size, sha256="0" * 64)
     await registry.files.add(file, LIMITS, _store)
     return file
@@ -37,7 +39,9 @@ async def batch(registry: Registry, acme: TenantRow, clock: StandingClock) -> Ba
 
 def _result(batch: BatchRow, line: int, *, is_error: bool = False) -> LineResult:
     event = usage_event(f"{batch.id}-{line}", service_class="batch")
-    return LineResult(batch_id=batch.id, line=line, is_error=is_error, text=f"{{{line}}}", event=event)
+    return LineResult(
+        batch_id=batch.id, line=line, is_error=is_error, text=f"{{{line}}}", event=event
+    )
 
 
 async def _billed(registry: Registry) -> int:
@@ -56,7 +60,9 @@ async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
     assert await _billed(registry) == 0
     first_two = [_result(batch, 1), _result(batch, 2, is_error=True)]
     assert await registry.batches.add_results("a", first_two) == {(batch.id, 1), (batch.id, 2)}
-    assert await registry.batches.add_results("a", [_result(batch, 2), _result(batch, 3)]) == {(batch.id, 3)}
+    assert await registry.batches.add_results("a", [_result(batch, 2), _result(batch, 3)]) == {
+        (batch.id, 3)
+    }
     assert await registry.batches.done_lines(batch.id) == {1, 2, 3}
     (second,) = await registry.batches.results(batch.id, 1, 1)
     assert (second.line, second.is_error, second.result) == (2, True, "{2}")
@@ -85,7 +91,9 @@ async def test_a_batch_is_taken_over_only_when_its_owner_is_silent_or_leaves_it(
     assert len(await registry.batches.claim("a")) == 1
 
 
-async def test_an_input_that_is_needed_stays(registry: Registry, batch: BatchRow, clock: StandingClock) -> None:
+async def test_an_input_that_is_needed_stays(
+    registry: Registry, batch: BatchRow, clock: StandingClock
+) -> None:
     with pytest.raises(ConflictError) as refused:
         await registry.files.delete(batch.tenant_id, batch.input_file_id)
     assert refused.value.code == "file.in_use"
@@ -120,7 +128,9 @@ async def test_a_batch_that_has_ended_cannot_be_cancelled_and_is_hidden_from_oth
             await call
 
 
-async def test_files_are_bounded_and_paged(registry: Registry, acme: TenantRow, clock: StandingClock) -> None:
+async def test_files_are_bounded_and_paged(
+    registry: Registry, acme: TenantRow, clock: StandingClock
+) -> None:
     for _ in range(3):
         await _file(registry, acme.id, clock, 300)
         clock.now += timedelta(seconds=1)

@@ -7,7 +7,14 @@ import pytest
 
 from manylora.errors import CapacityError, ManyloraError, NotFoundError
 from manylora.registry import cache as recent_module
-from manylora.registry.cache import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, ReadThroughCache
+from manylora.registry.cache import (
+    LOOK_S,
+    MAX_AGE_S,
+    MAX_CONFIRMED_S,
+    MAX_OUTAGE_S,
+    Changes,
+    ReadThroughCache,
+)
 from registry_samples import StandingClock
 
 pytestmark = pytest.mark.anyio
@@ -57,7 +64,9 @@ async def test_all_who_ask_at_once_wait_for_one_reading() -> None:
         assert source.num_asked == count
         clock.advance(MAX_AGE_S)
     source.answer = NotFoundError("gone")
-    ends = await asyncio.gather(*(recent.ask("a", source) for _ in range(10)), return_exceptions=True)
+    ends = await asyncio.gather(
+        *(recent.ask("a", source) for _ in range(10)), return_exceptions=True
+    )
     assert [type(end) for end in ends] == [NotFoundError] * 10
     assert source.num_asked == 3
 
@@ -65,16 +74,22 @@ async def test_all_who_ask_at_once_wait_for_one_reading() -> None:
 async def followed() -> tuple[ReadThroughCache[str, int], StandingClock, Source, Source]:
     """A map that follows a log of changes, after the first look."""
     clock, log, source = StandingClock(), Source(7), Source()
-    recent: ReadThroughCache[str, int] = ReadThroughCache(clock.monotonic, Changes(log, clock.monotonic))
+    recent: ReadThroughCache[str, int] = ReadThroughCache(
+        clock.monotonic, Changes(log, clock.monotonic)
+    )
     assert await answers(recent, source, 2) == [1, 1]
     await asyncio.sleep(0)
     assert (log.num_asked, source.num_asked) == (1, 1)
-    assert await answers(recent, source) == [1]  # what was read before the first look counts no more
+    assert await answers(recent, source) == [
+        1
+    ]  # what was read before the first look counts no more
     assert source.num_asked == 2
     return recent, clock, log, source
 
 
-async def passes(recent: ReadThroughCache[str, int], clock: StandingClock, source: Source, seconds: float) -> list[int]:
+async def passes(
+    recent: ReadThroughCache[str, int], clock: StandingClock, source: Source, seconds: float
+) -> list[int]:
     """What who asks every tenth of a second is told."""
     told = []
     for _ in range(round(10 * seconds)):
@@ -87,10 +102,14 @@ async def passes(recent: ReadThroughCache[str, int], clock: StandingClock, sourc
 async def test_an_answer_serves_on_while_nothing_changes() -> None:
     recent, clock, log, source = await followed()
     source.answer = 2
-    assert await passes(recent, clock, source, MAX_CONFIRMED_S - 1) == [1] * (10 * (round(MAX_CONFIRMED_S) - 1))
+    assert await passes(recent, clock, source, MAX_CONFIRMED_S - 1) == [1] * (
+        10 * (round(MAX_CONFIRMED_S) - 1)
+    )
     assert source.num_asked == 2
     assert log.num_asked < MAX_CONFIRMED_S / LOOK_S
-    assert (await passes(recent, clock, source, 2))[-1] == 2  # and not for ever, whatever the log says
+    assert (await passes(recent, clock, source, 2))[
+        -1
+    ] == 2  # and not for ever, whatever the log says
     assert source.num_asked == 3
 
 
@@ -193,7 +212,9 @@ async def test_a_refusal_ends_an_outage_as_an_answer_does() -> None:
     assert await answers(recent, source) == [2]
 
 
-async def test_a_database_that_hangs_is_not_waited_for_by_who_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_database_that_hangs_is_not_waited_for_by_who_has_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(recent_module, "PATIENCE_S", 0.05)
     (recent, clock), source = made(), Source()
     await answers(recent, source)

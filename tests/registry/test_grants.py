@@ -29,14 +29,22 @@ async def test_a_granted_adapter_is_called_by_its_owners_name(
     await publish_version(registry, acme.id, "support", facts("a"))
     made = [await registry.grants.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
     assert [is_new for _, is_new in made] == [True, False]
-    assert (made[0][0].tenant, made[0][0].tenant_id, made[0][0].version) == ("other", other.id, EVERY_VERSION)
+    assert (made[0][0].tenant, made[0][0].tenant_id, made[0][0].version) == (
+        "other",
+        other.id,
+        EVERY_VERSION,
+    )
     (listed_grant,) = await registry.grants.list_grants(acme.id, "support")
     assert (listed_grant.tenant, listed_grant.created_at) == ("other", made[0][0].created_at)
     adapter, version = await registry.adapters.resolve(other.id, "acme/support@1")
     assert (adapter.tenant, adapter.tenant_id, version.version) == ("acme", acme.id, 1)
     listed = await registry.adapters.list_granted(other.id)
     assert [(granted.name, version) for granted, version in listed] == [("support", None)]
-    assert await may_call(registry, other, "support", "acme/support", "acme/support@1") == [False, True, True]
+    assert await may_call(registry, other, "support", "acme/support", "acme/support@1") == [
+        False,
+        True,
+        True,
+    ]
     with pytest.raises(NotFoundError):
         await registry.adapters.get_adapter(other.id, "support")
 
@@ -47,18 +55,29 @@ async def test_a_granted_adapter_is_called_by_its_owners_name(
     assert await registry.adapters.list_granted(other.id) == ()
 
 
-async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: TenantRow, other: TenantRow) -> None:
+async def test_a_grant_of_one_version_opens_no_other(
+    registry: Registry, acme: TenantRow, other: TenantRow
+) -> None:
     for content in "abc":
         await publish_version(registry, acme.id, "support", facts(content))
     await registry.grants.grant_adapter(acme.id, "support", other.id, 2)
-    selectors = ["acme/support@1", "acme/support@2", "acme/support", f"acme/support@{facts('c').digest}"]
+    selectors = [
+        "acme/support@1",
+        "acme/support@2",
+        "acme/support",
+        f"acme/support@{facts('c').digest}",
+    ]
     assert await may_call(registry, other, *selectors) == [False, True, False, False]
     listed = await registry.adapters.list_granted(other.id)
     assert [(granted.current.version, version) for granted, version in listed] == [(2, 2)]
-    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 2, "split": {1: 99, 2: 1}})
+    await registry.adapters.update_adapter(
+        acme.id, "support", aliases={"default": 2, "split": {1: 99, 2: 1}}
+    )
     assert await may_call(registry, other, *selectors) == [False, True, True, False]
     for number in range(20):
-        assert (await registry.adapters.resolve(other.id, "acme/support@split", str(number)))[1].version == 2
+        assert (await registry.adapters.resolve(other.id, "acme/support@split", str(number)))[
+            1
+        ].version == 2
     await registry.grants.grant_adapter(acme.id, "support", other.id)
     assert await may_call(registry, other, *selectors) == [True] * 4
     await registry.grants.withdraw_grant(acme.id, "support", other.id)
@@ -100,7 +119,9 @@ async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
         await registry.grants.grant_adapter(acme.id, "support", other.id, 1)
 
 
-async def test_grants_go_with_the_grantee(registry: Registry, acme: TenantRow, other: TenantRow) -> None:
+async def test_grants_go_with_the_grantee(
+    registry: Registry, acme: TenantRow, other: TenantRow
+) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
     await registry.grants.grant_adapter(acme.id, "support", other.id)
     await registry.tenants.delete_tenant("other")
@@ -119,7 +140,9 @@ async def test_what_strangers_grant_costs_no_more_questions(
         with kept_statements() as statements:
             listed = await registry.adapters.list_granted(other.id)
         asked.append(len(statements))
-        assert [(adapter.name, adapter.current.version, version) for adapter, version in listed] == [
+        assert [
+            (adapter.name, adapter.current.version, version) for adapter, version in listed
+        ] == [
             (f"support-{made}", current, version)
             for made in range(number + 1)
             for current, version in ((2, None), (1, 1))

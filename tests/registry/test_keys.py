@@ -12,7 +12,13 @@ from unittest.mock import Mock
 import pytest
 
 from manylora.data_folder import read_pepper
-from manylora.errors import AuthenticationError, CapacityError, ConfigError, InvalidRequestError, NotFoundError
+from manylora.errors import (
+    AuthenticationError,
+    CapacityError,
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+)
 from manylora.registry.db.database import unavailable
 from manylora.registry.db.models import KeyRow, TenantRow
 from manylora.registry.limits import Limits
@@ -31,7 +37,9 @@ async def registry(registry: Registry, acme: TenantRow) -> Registry:
 
 def shown(*keys: KeyRow) -> list[dict[str, Any]]:
     """All columns of keys."""
-    return [{column.name: getattr(key, column.name) for column in KeyRow.__table__.c} for key in keys]
+    return [
+        {column.name: getattr(key, column.name) for column in KeyRow.__table__.c} for key in keys
+    ]
 
 
 async def refuses(registry: Registry, secret: str) -> None:
@@ -59,7 +67,15 @@ async def test_a_secret_tells_tenant_key_and_scopes(registry: Registry, acme: Te
 
 @pytest.mark.parametrize(
     "secret",
-    ["", "admin-secre", "manylora_000000000000_" + "A" * 43, "manylora_", "\ud800", "\x00", "x" * 100_000],
+    [
+        "",
+        "admin-secre",
+        "manylora_000000000000_" + "A" * 43,
+        "manylora_",
+        "\ud800",
+        "\x00",
+        "x" * 100_000,
+    ],
     ids=["empty", "cut", "unknown", "prefix", "surrogate", "nul", "long"],
 )
 async def test_nobody_holds_a_made_up_secret(registry: Registry, secret: str) -> None:
@@ -73,7 +89,9 @@ async def test_without_an_admin_key_nobody_is_admin(tmp_path: Path) -> None:
     await registry.close()
 
 
-async def test_unknown_prefixes_are_compared_as_well(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unknown_prefixes_are_compared_as_well(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compare = Mock(wraps=hmac.compare_digest)
     monkeypatch.setattr(hmac, "compare_digest", compare)
     await refuses(registry, "manylora_000000000000_" + "A" * 43)
@@ -97,7 +115,9 @@ async def test_a_revoked_key_stops_at_once_and_for_ever(registry: Registry) -> N
         await registry.keys.revoke_key("\x00")
 
 
-async def test_a_key_expires_even_when_it_was_just_used(registry: Registry, clock: StandingClock) -> None:
+async def test_a_key_expires_even_when_it_was_just_used(
+    registry: Registry, clock: StandingClock
+) -> None:
     key, secret = await registry.keys.create_key("acme", expires_at=NOON + timedelta(seconds=10))
     assert key.expires_at == NOON + timedelta(seconds=10)
     clock.advance(9)
@@ -130,7 +150,9 @@ async def test_a_key_revoked_by_another_server_stops_within_a_second(
         {"limits": {"requests_per_minute": 0.5}},
     ],
 )
-async def test_a_key_that_makes_no_sense_is_neither_made_nor_changed(registry: Registry, wrong: dict[str, Any]) -> None:
+async def test_a_key_that_makes_no_sense_is_neither_made_nor_changed(
+    registry: Registry, wrong: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidRequestError):
         await registry.keys.create_key("acme", **wrong)
     assert await registry.keys.list_keys("acme") == ()
@@ -168,7 +190,9 @@ async def test_keys_without_their_pepper_are_told_at_the_start(
     await (await Registry.open(url, elsewhere)).close()  # a database without keys
     (elsewhere / "pepper").unlink()
     key, _ = await registry.keys.create_key("acme")
-    with pytest.raises(ConfigError, match=r"pepper is missing.* Restore it from a backup, or set MANYLORA_PEPPER"):
+    with pytest.raises(
+        ConfigError, match=r"pepper is missing.* Restore it from a backup, or set MANYLORA_PEPPER"
+    ):
         await Registry.open(url, elsewhere)
     assert not (elsewhere / "pepper").exists()
     await registry.keys.revoke_key(key.id)
@@ -191,7 +215,9 @@ def test_a_pepper_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 def test_the_pepper_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
-        (pepper,) = set(threads.map(lambda _: read_pepper(tmp_path, None, has_keys=False), range(8)))
+        (pepper,) = set(
+            threads.map(lambda _: read_pepper(tmp_path, None, has_keys=False), range(8))
+        )
     assert len(pepper) == 32
     assert stat.S_IMODE((tmp_path / "pepper").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["pepper"]
@@ -204,7 +230,9 @@ def test_a_pepper_that_is_given_is_not_written(tmp_path: Path) -> None:
 
 async def test_a_rotated_key_lives_on_under_a_new_secret(registry: Registry) -> None:
     ends_at = NOON + timedelta(days=30)
-    old, old_secret = await registry.keys.create_key("acme", "site", ["infer"], ends_at, {"requests_per_minute": 9})
+    old, old_secret = await registry.keys.create_key(
+        "acme", "site", ["infer"], ends_at, {"requests_per_minute": 9}
+    )
     new, new_secret = await registry.keys.rotate_key(old.id)
     assert shown(new) == [{**shown(old)[0], "prefix": new.prefix, "digest": new.digest}]
     assert new.prefix != old.prefix
@@ -217,11 +245,15 @@ async def test_a_rotated_key_lives_on_under_a_new_secret(registry: Registry) -> 
         await registry.keys.rotate_key(old.id)
 
 
-async def test_a_secret_before_the_last_works_until_its_grace_ends(registry: Registry, clock: StandingClock) -> None:
+async def test_a_secret_before_the_last_works_until_its_grace_ends(
+    registry: Registry, clock: StandingClock
+) -> None:
     key, first = await registry.keys.create_key("acme")
     _, second = await registry.keys.rotate_key(key.id, grace_s=60)
     clock.advance(59)
-    assert {(await registry.key_ring.authenticate(secret)).key_id for secret in (first, second)} == {key.id}
+    assert {
+        (await registry.key_ring.authenticate(secret)).key_id for secret in (first, second)
+    } == {key.id}
     clock.advance(1)
     await refuses(registry, first)
     _, third = await registry.keys.rotate_key(key.id, grace_s=60)
@@ -233,7 +265,9 @@ async def test_a_secret_before_the_last_works_until_its_grace_ends(registry: Reg
     await refuses(registry, third)
 
 
-async def test_a_grace_does_not_outlive_the_keys_own_end(registry: Registry, clock: StandingClock) -> None:
+async def test_a_grace_does_not_outlive_the_keys_own_end(
+    registry: Registry, clock: StandingClock
+) -> None:
     key, first = await registry.keys.create_key("acme", expires_at=NOON + timedelta(seconds=30))
     await registry.keys.rotate_key(key.id, grace_s=60)
     clock.advance(30)
@@ -263,30 +297,50 @@ async def test_known_keys_work_through_an_outage_of_a_minute(
         await registry.key_ring.authenticate(secret)
 
 
-async def test_a_key_tells_its_own_limits_and_its_tenants_limits_and_weight(registry: Registry) -> None:
-    await registry.tenants.update_tenant("acme", {"requests_per_minute": 9, "adapters": 2}, weight=2)
-    key, secret = await registry.keys.create_key("acme", limits={"concurrent_requests": 3, "tokens_per_minute": None})
+async def test_a_key_tells_its_own_limits_and_its_tenants_limits_and_weight(
+    registry: Registry,
+) -> None:
+    await registry.tenants.update_tenant(
+        "acme", {"requests_per_minute": 9, "adapters": 2}, weight=2
+    )
+    key, secret = await registry.keys.create_key(
+        "acme", limits={"concurrent_requests": 3, "tokens_per_minute": None}
+    )
     assert key.limits == {"concurrent_requests": 3}
     identity = await registry.key_ring.authenticate(secret)
     assert identity.key_limits == Limits(concurrent_requests=3)
-    assert (identity.tenant_limits, identity.tenant_weight) == (Limits(requests_per_minute=9, adapters=2), 2)
+    assert (identity.tenant_limits, identity.tenant_weight) == (
+        Limits(requests_per_minute=9, adapters=2),
+        2,
+    )
     await registry.tenants.update_tenant("acme", {}, weight=4)
     identity = await registry.key_ring.authenticate(secret)
     assert (identity.tenant_limits, identity.tenant_weight) == (Limits(), 4)
 
 
-async def test_a_changed_key_keeps_its_secret_and_what_was_not_named(registry: Registry, clock: StandingClock) -> None:
-    key, secret = await registry.keys.create_key("acme", "ci", ["infer"], limits={"requests_per_minute": 1})
+async def test_a_changed_key_keeps_its_secret_and_what_was_not_named(
+    registry: Registry, clock: StandingClock
+) -> None:
+    key, secret = await registry.keys.create_key(
+        "acme", "ci", ["infer"], limits={"requests_per_minute": 1}
+    )
     await registry.key_ring.authenticate(secret)
     with pytest.raises(InvalidRequestError, match="scopes must be among"):
         await registry.keys.update_key(key.id, scopes=["usage", "everything"])
-    changed = await registry.keys.update_key(key.id, scopes=["usage"], limits={"tokens_per_month": 5})
-    assert shown(changed) == [{**shown(key)[0], "scopes": ["usage"], "limits": {"tokens_per_month": 5}}]
+    changed = await registry.keys.update_key(
+        key.id, scopes=["usage"], limits={"tokens_per_month": 5}
+    )
+    assert shown(changed) == [
+        {**shown(key)[0], "scopes": ["usage"], "limits": {"tokens_per_month": 5}}
+    ]
     assert shown(await registry.keys.get_key(key.id)) == shown(changed)
     identity = await registry.key_ring.authenticate(secret)
     assert (identity.scopes, identity.key_limits) == (("usage",), Limits(tokens_per_month=5))
     entry = (await registry.list_audit())[0]
-    assert (entry.action, entry.detail) == ("key.update", {"scopes": ["usage"], "limits": {"tokens_per_month": 5}})
+    assert (entry.action, entry.detail) == (
+        "key.update",
+        {"scopes": ["usage"], "limits": {"tokens_per_month": 5}},
+    )
     await registry.keys.update_key(key.id, expires_at=NOON + timedelta(hours=1))
     clock.advance(3600)
     await refuses(registry, secret)

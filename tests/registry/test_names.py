@@ -36,7 +36,25 @@ def test_a_good_name_is_returned(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "A", ".a", "a.", "-a", "a-", "a..b", "x" * 64, "a/b", "a b", "a\n", "é", "a\x00", "../etc", "a@b", 7, None],
+    [
+        "",
+        "A",
+        ".a",
+        "a.",
+        "-a",
+        "a-",
+        "a..b",
+        "x" * 64,
+        "a/b",
+        "a b",
+        "a\n",
+        "é",
+        "a\x00",
+        "../etc",
+        "a@b",
+        7,
+        None,
+    ],
 )
 def test_a_bad_name_is_refused_with_its_field(name: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -101,7 +119,10 @@ def test_each_form_is_understood(text: str, selector: Selector) -> None:
     "text",
     [
         *("", "@", "support@", "/support", "acme/", "a/b/c", "Support", "sup\x00port", "\ud800"),
-        *(f"support@{pin}" for pin in ("0", "03", "-1", "9999999999", "1@2", "sha256:abc", DIGEST.upper(), "../x")),
+        *(
+            f"support@{pin}"
+            for pin in ("0", "03", "-1", "9999999999", "1@2", "sha256:abc", DIGEST.upper(), "../x")
+        ),
     ],
 )
 def test_a_malformed_selector_is_an_unknown_model(text: str) -> None:
@@ -120,10 +141,15 @@ async def acme(registry: Registry, acme: TenantRow) -> TenantRow:
 
 async def served(registry: Registry, acme: TenantRow, selector: str = "support") -> dict[int, int]:
     """By user, which version answers."""
-    return {user: (await registry.adapters.resolve(acme.id, selector, f"u{user}"))[1].version for user in range(USERS)}
+    return {
+        user: (await registry.adapters.resolve(acme.id, selector, f"u{user}"))[1].version
+        for user in range(USERS)
+    }
 
 
-async def test_a_canary_gets_its_share_and_keeps_its_users(registry: Registry, acme: TenantRow) -> None:
+async def test_a_canary_gets_its_share_and_keeps_its_users(
+    registry: Registry, acme: TenantRow
+) -> None:
     await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 90, 2: 10}})
     first = await served(registry, acme)
     assert 0.07 < Counter(first.values())[2] / USERS < 0.13
@@ -138,7 +164,9 @@ async def test_a_canary_gets_its_share_and_keeps_its_users(registry: Registry, a
     assert set((await served(registry, acme)).values()) == {1}
 
 
-async def test_two_adapters_split_their_users_differently(registry: Registry, acme: TenantRow) -> None:
+async def test_two_adapters_split_their_users_differently(
+    registry: Registry, acme: TenantRow
+) -> None:
     for content in "ab":
         await publish_version(registry, acme.id, "sales", facts(content))
     for name in ("support", "sales"):
@@ -160,14 +188,21 @@ async def test_the_current_version_is_the_heaviest_and_other_aliases_split_too(
     assert (await registry.adapters.list_adapters(acme.id)).items[0].current.version == 1
 
 
-async def test_all_versions_of_a_pinned_canary_are_pinned(registry: Registry, acme: TenantRow) -> None:
+async def test_all_versions_of_a_pinned_canary_are_pinned(
+    registry: Registry, acme: TenantRow
+) -> None:
     await registry.adapters.update_adapter(
         acme.id, "support", pinned_copies=1, aliases={"default": {1: 9, 3: 1}, "beta": 2}
     )
-    assert {adapter.current.version for adapter in await registry.adapters.pinned_adapters()} == {1, 3}
+    assert {adapter.current.version for adapter in await registry.adapters.pinned_adapters()} == {
+        1,
+        3,
+    }
 
 
-async def test_no_upload_ends_a_canary_and_a_deleted_version_leaves_it(registry: Registry, acme: TenantRow) -> None:
+async def test_no_upload_ends_a_canary_and_a_deleted_version_leaves_it(
+    registry: Registry, acme: TenantRow
+) -> None:
     await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 2: 1}})
     await registry.adapters.delete_adapter(acme.id, "support", 2)
     assert (await registry.adapters.get_adapter(acme.id, "support")).aliases == {"default": {1: 9}}
@@ -176,8 +211,14 @@ async def test_no_upload_ends_a_canary_and_a_deleted_version_leaves_it(registry:
     for content in "abd":  # the versions of the split, and a new one
         with pytest.raises(ConflictError, match="among the versions 1, 3"):
             await publish_version(registry, acme.id, "support", facts(content))
-    adapter, _, is_new = await publish_version(registry, acme.id, "support", facts("d"), activate=False)
-    assert (adapter.aliases, adapter.current.version, is_new) == ({"default": {1: 9, 3: 1}}, 4, True)
+    adapter, _, is_new = await publish_version(
+        registry, acme.id, "support", facts("d"), activate=False
+    )
+    assert (adapter.aliases, adapter.current.version, is_new) == (
+        {"default": {1: 9, 3: 1}},
+        4,
+        True,
+    )
     await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 4})
     await publish_version(registry, acme.id, "support", facts("e"))
     await registry.adapters.delete_adapter(acme.id, "support", 5)
@@ -192,12 +233,15 @@ WRONG_MEANINGS: list[Any] = [
 
 
 @pytest.mark.parametrize(
-    "wrong", [*({"prod": meaning} for meaning in WRONG_MEANINGS), {"3": 1}, {"Prod": 1}, {"a\x00": 1}]
+    "wrong",
+    [*({"prod": meaning} for meaning in WRONG_MEANINGS), {"3": 1}, {"Prod": 1}, {"a\x00": 1}],
 )
 async def test_an_alias_that_makes_no_sense_changes_nothing(
     registry: Registry, acme: TenantRow, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequestError):
-        await registry.adapters.update_adapter(acme.id, "support", pinned_copies=1, aliases={"first": 1, **wrong})
+        await registry.adapters.update_adapter(
+            acme.id, "support", pinned_copies=1, aliases={"first": 1, **wrong}
+        )
     adapter = await registry.adapters.get_adapter(acme.id, "support")
     assert (adapter.aliases, adapter.pinned) == ({"default": {3: 1}}, False)

@@ -30,10 +30,16 @@ pytestmark = pytest.mark.anyio
 TENANT_SCOPED: dict[str, Callable[[Registry, str, str], Awaitable[object]]] = {
     "get_adapter": lambda registry, tenant, name: registry.adapters.get_adapter(tenant, name),
     "list_versions": lambda registry, tenant, name: registry.adapters.list_versions(tenant, name),
-    "update_adapter": lambda registry, tenant, name: registry.adapters.update_adapter(tenant, name, pinned_copies=1),
+    "update_adapter": lambda registry, tenant, name: registry.adapters.update_adapter(
+        tenant, name, pinned_copies=1
+    ),
     "delete_adapter": lambda registry, tenant, name: registry.adapters.delete_adapter(tenant, name),
-    "grant_adapter": lambda registry, tenant, name: registry.grants.grant_adapter(tenant, name, "ten_mallory"),
-    "withdraw_grant": lambda registry, tenant, name: registry.grants.withdraw_grant(tenant, name, "ten_mallory"),
+    "grant_adapter": lambda registry, tenant, name: registry.grants.grant_adapter(
+        tenant, name, "ten_mallory"
+    ),
+    "withdraw_grant": lambda registry, tenant, name: registry.grants.withdraw_grant(
+        tenant, name, "ten_mallory"
+    ),
     "list_grants": lambda registry, tenant, name: registry.grants.list_grants(tenant, name),
     "resolve": lambda registry, tenant, name: registry.adapters.resolve(tenant, name),
 }
@@ -45,7 +51,9 @@ def test_importing_the_registry_loads_no_tensors_and_no_http() -> None:
         "heavy = {'torch', 'numpy', 'triton', 'transformers', 'fastapi', 'starlette', 'uvicorn', 'httpx', 'pydantic'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -67,7 +75,11 @@ async def test_it_counts_as_there_for_as_long_as_known_keys_are_served(
     registry: Registry, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await registry.check()
-    monkeypatch.setattr(registry.database, "check", AsyncMock(side_effect=CapacityError("away", code="db.unavailable")))
+    monkeypatch.setattr(
+        registry.database,
+        "check",
+        AsyncMock(side_effect=CapacityError("away", code="db.unavailable")),
+    )
     clock.advance(MAX_OUTAGE_S - 1)
     await registry.check()
     clock.advance(2)
@@ -75,7 +87,9 @@ async def test_it_counts_as_there_for_as_long_as_known_keys_are_served(
         await registry.check()
 
 
-async def test_a_second_process_is_refused_and_disturbs_nothing(registry: Registry, tmp_path: Path) -> None:
+async def test_a_second_process_is_refused_and_disturbs_nothing(
+    registry: Registry, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="in use"):
         await Registry.open(None, tmp_path)
     await registry.tenants.create_tenant("acme")
@@ -86,7 +100,8 @@ async def test_every_question_about_one_adapter_is_tried_against_other_tenants()
         name
         for part in (Tenants, Keys, Sessions, Adapters, Grants)
         for name, method in inspect.getmembers(part, inspect.iscoroutinefunction)
-        if list(inspect.signature(method).parameters)[1:3] in (["tenant_id", "name"], ["tenant_id", "selector"])
+        if list(inspect.signature(method).parameters)[1:3]
+        in (["tenant_id", "name"], ["tenant_id", "selector"])
     }
     assert takes_tenant_and_name == set(TENANT_SCOPED)
 
@@ -101,14 +116,20 @@ async def test_another_tenants_adapter_looks_like_one_that_does_not_exist(
         with pytest.raises(NotFoundError) as caught:
             await TENANT_SCOPED[question](registry, other.id, name)
         assert f"`{name}`" in caught.value.message
-        answers.append((caught.value.code, caught.value.param, caught.value.message.replace(name, "NAME")))
+        answers.append(
+            (caught.value.code, caught.value.param, caught.value.message.replace(name, "NAME"))
+        )
     assert answers[0] == answers[1]
     assert await registry.adapters.get_adapter(acme.id, "support") == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(text=st.text(max_size=80) | st.text("/@.sha256:0123acmesupport\x00", max_size=30))
-async def test_any_text_is_answered_or_refused_on_purpose(registry: Registry, acme: TenantRow, text: str) -> None:
+async def test_any_text_is_answered_or_refused_on_purpose(
+    registry: Registry, acme: TenantRow, text: str
+) -> None:
     for call in (
         registry.adapters.resolve(acme.id, text),
         registry.adapters.get_adapter(acme.id, text),
@@ -132,6 +153,11 @@ def test_times_keep_their_microseconds(clock: StandingClock) -> None:
 
 async def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    for folder in (tmp_path / "taken", Path("/proc/self")):  # the second is read-only, for root as well
-        with pytest.raises(ConfigError, match=f"Cannot write to {folder}: .* Give another folder with --data-dir"):
+    for folder in (
+        tmp_path / "taken",
+        Path("/proc/self"),
+    ):  # the second is read-only, for root as well
+        with pytest.raises(
+            ConfigError, match=f"Cannot write to {folder}: .* Give another folder with --data-dir"
+        ):
             await Registry.open("sqlite:///unused", folder, pepper="p" * 16)

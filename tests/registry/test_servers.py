@@ -59,7 +59,9 @@ async def test_the_boot_before_is_told(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-100, 100])
-async def test_a_servers_own_clock_may_be_wrong(registry: Registry, clock: StandingClock, seconds: float) -> None:
+async def test_a_servers_own_clock_may_be_wrong(
+    registry: Registry, clock: StandingClock, seconds: float
+) -> None:
     await registry.servers.announce(ONE)
     clock.advance(seconds)
     await registry.servers.announce(TWO)

@@ -33,7 +33,9 @@ async def refusal(registry: Registry, token: str) -> str:
     return raised.value.code
 
 
-async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry, holder: Identity) -> None:
+async def test_a_session_is_who_began_it_until_it_is_ended(
+    registry: Registry, holder: Identity
+) -> None:
     token, _ = await registry.sessions.begin_session(credential(holder))
     other, _ = await registry.sessions.begin_session(credential(holder))
     assert await registry.key_ring.identify_session(token) == holder
@@ -56,7 +58,9 @@ async def test_endless_sign_ins_do_not_fill_the_database(
     registry: Registry, other: TenantRow, holder: Identity, clock: StandingClock
 ) -> None:
     _, secret = await registry.keys.create_key(other.name)
-    bystander, _ = await registry.sessions.begin_session(credential(await registry.key_ring.authenticate(secret)))
+    bystander, _ = await registry.sessions.begin_session(
+        credential(await registry.key_ring.authenticate(secret))
+    )
     link, _ = await registry.sessions.begin_session(credential(holder), "link")
     tokens = []
     for _ in range(MAX_PER_SECRET + 2):
@@ -70,7 +74,9 @@ async def test_endless_sign_ins_do_not_fill_the_database(
     assert await registry.sessions.follow_link(link) == holder
 
 
-async def test_a_session_ends_after_its_time(registry: Registry, holder: Identity, clock: StandingClock) -> None:
+async def test_a_session_ends_after_its_time(
+    registry: Registry, holder: Identity, clock: StandingClock
+) -> None:
     token, ends = await registry.sessions.begin_session(credential(holder))
     assert ends == clock() + timedelta(seconds=SESSION_S)
     clock.now = ends - timedelta(seconds=1)
@@ -79,7 +85,9 @@ async def test_a_session_ends_after_its_time(registry: Registry, holder: Identit
     assert await refusal(registry, token) == "session.ended"
 
 
-async def test_a_session_is_worth_what_its_key_is_now_and_ends_with_it(registry: Registry, holder: Identity) -> None:
+async def test_a_session_is_worth_what_its_key_is_now_and_ends_with_it(
+    registry: Registry, holder: Identity
+) -> None:
     token, _ = await registry.sessions.begin_session(credential(holder))
     await registry.keys.update_key(holder.key_id or "", scopes=["infer"])
     assert (await registry.key_ring.identify_session(token)).scopes == ("infer",)
@@ -102,8 +110,12 @@ async def test_a_link_is_no_session_and_works_once(registry: Registry, holder: I
     assert await refusal(registry, link) == "session.ended"
     with pytest.raises(AuthenticationError):
         await registry.key_ring.authenticate(link)
-    answers = await asyncio.gather(*(registry.sessions.follow_link(link) for _ in range(4)), return_exceptions=True)
-    assert sorted(type(answer).__name__ for answer in answers) == ["AuthenticationError"] * 3 + ["Identity"]
+    answers = await asyncio.gather(
+        *(registry.sessions.follow_link(link) for _ in range(4)), return_exceptions=True
+    )
+    assert sorted(type(answer).__name__ for answer in answers) == ["AuthenticationError"] * 3 + [
+        "Identity"
+    ]
     assert [answer for answer in answers if isinstance(answer, Identity)] == [holder]
 
 

@@ -20,13 +20,20 @@ async def test_a_tenant_is_found_by_its_name(registry: Registry) -> None:
     assert made.created_at == NOON
     assert made.limits == {"requests_per_minute": 60, "adapters": 0}
     found = await registry.tenants.get_tenant("acme")
-    assert (found.id, found.limits, found.created_at, found.weight) == (made.id, made.limits, NOON, 1)
+    assert (found.id, found.limits, found.created_at, found.weight) == (
+        made.id,
+        made.limits,
+        NOON,
+        1,
+    )
     with pytest.raises(ConflictError):
         await registry.tenants.create_tenant("acme")
 
 
 @pytest.mark.parametrize("name", ["nobody", "No Name", "\x00", "a/../b"])
-async def test_an_unknown_tenant_is_not_found_whatever_its_name(registry: Registry, name: str) -> None:
+async def test_an_unknown_tenant_is_not_found_whatever_its_name(
+    registry: Registry, name: str
+) -> None:
     with pytest.raises(NotFoundError) as refused:
         await registry.tenants.get_tenant(name)
     assert refused.value.message == f"There is no tenant `{name}`.".replace("\x00", r"\x00")
@@ -70,7 +77,9 @@ async def test_a_weight_is_one_unless_it_is_set(registry: Registry) -> None:
         {"adapters\x00": 1},
     ],
 )
-async def test_limits_that_are_no_limits_are_refused(registry: Registry, limits: dict[str, object]) -> None:
+async def test_limits_that_are_no_limits_are_refused(
+    registry: Registry, limits: dict[str, object]
+) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await registry.tenants.create_tenant("acme", limits)
     names = TENANT_LIMITS if "tokens_per_day" in limits else ()
@@ -113,12 +122,21 @@ async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(
     await registry.usage.flush()
     clock.advance(1)
     report = await registry.usage.query(UsageQuery(start=NOON, end=clock.now, group_by=("tenant",)))
-    assert [(row.tenant, row.tenant_id, row.requests) for row in report.rows] == [("acme", acme.id, 1)]
+    assert [(row.tenant, row.tenant_id, row.requests) for row in report.rows] == [
+        ("acme", acme.id, 1)
+    ]
 
 
-async def test_names_are_found_by_id_and_ids_that_no_tenant_has_are_absent(registry: Registry) -> None:
-    acme, rival = await registry.tenants.create_tenant("acme"), await registry.tenants.create_tenant("rival")
+async def test_names_are_found_by_id_and_ids_that_no_tenant_has_are_absent(
+    registry: Registry,
+) -> None:
+    acme, rival = (
+        await registry.tenants.create_tenant("acme"),
+        await registry.tenants.create_tenant("rival"),
+    )
     await registry.tenants.delete_tenant("rival")
     unknown = [f"ten_{index}" for index in range(2500)]
-    assert await registry.tenants.tenant_names([*unknown, acme.id, rival.id, "", acme.id]) == {acme.id: "acme"}
+    assert await registry.tenants.tenant_names([*unknown, acme.id, rival.id, "", acme.id]) == {
+        acme.id: "acme"
+    }
     assert await registry.tenants.tenant_names([]) == {}

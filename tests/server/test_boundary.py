@@ -43,8 +43,12 @@ async def test_a_fault_before_the_first_byte_is_a_constant_500(api: Api, acme: C
     assert answer.headers["x-request-id"].startswith("req-")
 
 
-async def test_a_fault_that_the_engine_reports_is_in_the_log_under_the_requests_id(api: Api, acme: Client) -> None:
-    api.engine.refusal = RequestError(kind="internal", code="internal_error", message="secret /home/manylora")
+async def test_a_fault_that_the_engine_reports_is_in_the_log_under_the_requests_id(
+    api: Api, acme: Client
+) -> None:
+    api.engine.refusal = RequestError(
+        kind="internal", code="internal_error", message="secret /home/manylora"
+    )
     with capture_logs() as logged:
         answer = await acme.post("/v1/completions", json=BODY)
     assert answer.status_code == 500
@@ -58,7 +62,9 @@ async def test_a_fault_within_a_stream_is_an_error_event(api: Api) -> None:
     breaking_after(2, api)
     async with api.listening() as url, new_client(await api.key("acme"), url) as client:
         try:
-            async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+            async with client.stream(
+                "POST", "/v1/completions", json={**BODY, "stream": True}
+            ) as answer:
                 lines = [line async for line in answer.aiter_lines() if line]
         except httpx.RemoteProtocolError:
             pytest.fail("the connection was dropped")
@@ -70,14 +76,18 @@ async def test_a_fault_within_a_stream_is_an_error_event(api: Api) -> None:
 
 async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> None:
     async with new_client(
-        None, "http://test", httpx.ASGITransport(app=metrics_app(partial(metrics_response, api.services)))
+        None,
+        "http://test",
+        httpx.ASGITransport(app=metrics_app(partial(metrics_response, api.services))),
     ) as client:
         assert "manylora_build_info" in (await client.get("/metrics")).text
         assert (await client.get("/v1/models")).status_code == 404
         assert (await client.post("/metrics")).status_code == 404
 
 
-async def test_deleting_a_tenant_takes_its_adapters_from_engine_and_disk(api: Api, acme: Client) -> None:
+async def test_deleting_a_tenant_takes_its_adapters_from_engine_and_disk(
+    api: Api, acme: Client
+) -> None:
     digest = (await upload(acme, "pirate")).json()["digest"]
     assert (await api.admin.delete("/v1/tenants/acme")).status_code == 204
     assert api.engine.dropped == [digest]

@@ -46,7 +46,9 @@ async def test_work_is_taken_until_others_have_noticed_the_drain_or_somebody_hur
     assert shutdown.drain.is_draining
 
 
-async def test_an_upload_while_draining_is_refused_unread_with_a_time(api: Api, acme: Client) -> None:
+async def test_an_upload_while_draining_is_refused_unread_with_a_time(
+    api: Api, acme: Client
+) -> None:
     api.services.drain.is_draining = True
     answer = await upload(acme, "late")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server.draining")

@@ -37,7 +37,12 @@ def test_every_error_class_has_its_status_and_one_shape() -> None:
         413: {errors.PayloadTooLargeError},
         422: {errors.AdapterError, errors.AdapterFormatError, errors.AdapterIncompatibleError},
         429: {errors.RateLimitError, errors.QuotaExceededError},
-        500: {errors.ManyloraError, errors.ConfigError, errors.ClientError, *every_class(errors.EngineError)},
+        500: {
+            errors.ManyloraError,
+            errors.ConfigError,
+            errors.ClientError,
+            *every_class(errors.EngineError),
+        },
         503: {
             errors.CapacityError,
             errors.QueueFullError,
@@ -80,7 +85,9 @@ def test_a_full_disk_is_507() -> None:
         ("internal_error", "internal", errors.EngineError),
     ],
 )
-def test_errors_of_the_engine_come_back_as_their_classes(code: str, kind: str, cls: type[ManyloraError]) -> None:
+def test_errors_of_the_engine_come_back_as_their_classes(
+    code: str, kind: str, cls: type[ManyloraError]
+) -> None:
     error = from_engine(RequestError(code=code, message="m", kind=kind))  # type: ignore[arg-type]
     assert type(error) is cls
     assert error.code == code

@@ -42,13 +42,17 @@ async def test_a_long_sweep_lets_changes_pass(api: Api, monkeypatch: pytest.Monk
     monkeypatch.setattr(api.services.blobs, "delete", slowly)
     monkeypatch.setattr(api.services.registry.adapters, "locking_unreferenced", hold)
     sweeper = Sweeper(replace(api.services, monotonic=lambda: now_s))
-    swept, _ = await asyncio.gather(sweeper.sweep(is_start=True), api.services.registry.tenants.create_tenant("acme"))
+    swept, _ = await asyncio.gather(
+        sweeper.sweep(is_start=True), api.services.registry.tenants.create_tenant("acme")
+    )
     assert swept["blobs"] == 40
     assert deleted_in_hold == [8] * 5
     assert api.files() == []
 
 
-async def test_nobody_waits_for_a_store_that_hangs(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_a_store_that_hangs(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digests = lonely_blobs(api, 2)
     is_asked, is_over = threading.Event(), threading.Event()
 
@@ -96,7 +100,9 @@ async def test_a_server_that_stops_holds_the_lock_until_its_delete_has_ended(
     assert api.files() == []
 
 
-async def test_a_database_that_is_away_ends_no_removal(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_database_that_is_away_ends_no_removal(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(_: object) -> None:
         raise CapacityError("away", code="db.unavailable")
 

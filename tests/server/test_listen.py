@@ -29,7 +29,10 @@ def test_a_taken_port_is_a_clear_error(setting: str) -> None:
 
 
 def test_a_taken_metrics_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"server\.metrics_port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"server\.metrics_port"),
+    ):
         listen_beside(AsyncExitStack(), None, "127.0.0.1", taken.getsockname()[1])
 
 

@@ -33,7 +33,10 @@ for text in json.load(sys.stdin):
 
 def test_every_line_is_one_json_object() -> None:
     run = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM], input=json.dumps(HOSTILE).encode(), capture_output=True, check=True
+        [sys.executable, "-P", "-c", PROGRAM],
+        input=json.dumps(HOSTILE).encode(),
+        capture_output=True,
+        check=True,
     )
     lines = run.stderr.split(b"\n")
     assert lines.pop() == b""

@@ -17,18 +17,26 @@ LONG = MEDIUM_BYTES + 1
 
 
 async def test_short_work_is_done_at_once() -> None:
-    assert await LongWork(2).run(threading.current_thread, INLINE_BYTES, "t") is threading.main_thread()
+    assert (
+        await LongWork(2).run(threading.current_thread, INLINE_BYTES, "t")
+        is threading.main_thread()
+    )
 
 
 @pytest.mark.parametrize("num_bytes", [INLINE_BYTES + 1, LONG])
 async def test_longer_work_is_done_in_a_thread(num_bytes: int) -> None:
-    assert await LongWork(2).run(threading.current_thread, num_bytes, "t") is not threading.main_thread()
+    assert (
+        await LongWork(2).run(threading.current_thread, num_bytes, "t")
+        is not threading.main_thread()
+    )
 
 
 @pytest.mark.parametrize("num_bytes", [INLINE_BYTES + 1, LONG])
 async def test_work_of_one_tenant_keeps_no_other_waiting(num_bytes: int) -> None:
     work, end = LongWork(2), threading.Event()
-    flood = [asyncio.create_task(work.run(partial(end.wait, 60), num_bytes, "flood")) for _ in range(6)]
+    flood = [
+        asyncio.create_task(work.run(partial(end.wait, 60), num_bytes, "flood")) for _ in range(6)
+    ]
     await asyncio.sleep(0)
     assert await work.run(lambda: "done", num_bytes, "quiet") == "done"
     end.set()
@@ -73,7 +81,9 @@ async def test_work_has_ended_when_its_owner_is_cancelled() -> None:
     assert ended
 
 
-async def test_freed_memory_goes_back_once_long_work_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_memory_goes_back_once_long_work_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(long_work, "TRIM_S", 0.01)

@@ -17,13 +17,55 @@ from raw_http import form_part
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROUNDS = 120
 PIECES = (
-    *("..", "/", "\\", ".", "~", "%2e%2e", "%2f", "\0", "\n", "\r\n", "", " ", "é", "\u202e", "\uff0e", "\uff0f", "😀"),
-    *["etc", "passwd", "tmp", "a", "C:", "//", "sha256", "sha256:", "con", "$HOME", "`id`", "{x}", "*", "@"],
+    *(
+        "..",
+        "/",
+        "\\",
+        ".",
+        "~",
+        "%2e%2e",
+        "%2f",
+        "\0",
+        "\n",
+        "\r\n",
+        "",
+        " ",
+        "é",
+        "\u202e",
+        "\uff0e",
+        "\uff0f",
+        "😀",
+    ),
+    *[
+        "etc",
+        "passwd",
+        "tmp",
+        "a",
+        "C:",
+        "//",
+        "sha256",
+        "sha256:",
+        "con",
+        "$HOME",
+        "`id`",
+        "{x}",
+        "*",
+        "@",
+    ],
     *("0" * 64, "f" * 63),
 )
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = frozenset(
-    {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
+    {
+        "os.mkdir",
+        "os.rename",
+        "os.remove",
+        "os.rmdir",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "os.chmod",
+    }
 )
 
 
@@ -40,11 +82,19 @@ class Watch:
             return
         if event == "open":
             path, mode, flags = arguments
-            is_writing = bool(set(str(mode or "")) & set("wax+")) or (isinstance(flags, int) and flags & WRITING)
+            is_writing = bool(set(str(mode or "")) & set("wax+")) or (
+                isinstance(flags, int) and flags & WRITING
+            )
             paths = [path] if is_writing else []
         else:
-            paths = [argument for argument in arguments if isinstance(argument, str)] if event in CHANGES else []
-        self.written.update(os.fsdecode(path) for path in paths if isinstance(path, str | bytes | os.PathLike))
+            paths = (
+                [argument for argument in arguments if isinstance(argument, str)]
+                if event in CHANGES
+                else []
+            )
+        self.written.update(
+            os.fsdecode(path) for path in paths if isinstance(path, str | bytes | os.PathLike)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +113,9 @@ def watch(hook: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def hostile(words: random.Random) -> str:
     """Pieces of paths, mixed with any Unicode but surrogates, which HTTP cannot carry."""
-    any_letter = (chr(words.choice((words.randrange(0x80), words.randrange(0xD800)))) for _ in range(3))
+    any_letter = (
+        chr(words.choice((words.randrange(0x80), words.randrange(0xD800)))) for _ in range(3)
+    )
     return "".join(words.choices((*PIECES, *any_letter), k=words.randrange(1, 6)))
 
 
@@ -73,10 +125,16 @@ async def call_everything(api: Api, client: Client, words: random.Random) -> Non
     answers = [
         await api.admin.post("/v1/tenants", json={"name": hostile(words)}),
         await client.get(f"/v1/adapters/{quoted(words)}"),
-        await client.request("DELETE", f"/v1/adapters/{quoted(words)}", params={"version": hostile(words)}),
+        await client.request(
+            "DELETE", f"/v1/adapters/{quoted(words)}", params={"version": hostile(words)}
+        ),
         await client.get(f"/v1/models/{quoted(words)}"),
-        await client.post("/v1/completions", json={"model": f"mine@{hostile(words)}", "prompt": "x"}),
-        await client.post("/v1/completions", json={"adapter_id": f"mine@sha256:{hostile(words)}", "prompt": "x"}),
+        await client.post(
+            "/v1/completions", json={"model": f"mine@{hostile(words)}", "prompt": "x"}
+        ),
+        await client.post(
+            "/v1/completions", json={"adapter_id": f"mine@sha256:{hostile(words)}", "prompt": "x"}
+        ),
         await client.patch("/v1/adapters/mine", json={"aliases": {hostile(words): 1}}),
         await client.get("/v1/usage", params={"adapter": hostile(words), "tenant": hostile(words)}),
         await upload(client, hostile(words), description=hostile(words)),

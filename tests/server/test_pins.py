@@ -39,7 +39,9 @@ async def test_a_pin_lasts_as_long_as_any_adapter_of_the_same_bytes_wants_it(
     assert api.engine.pinned == {digest}
 
 
-async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes(api: Api, acme: Client) -> None:
+async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes(
+    api: Api, acme: Client
+) -> None:
     await upload(acme, "pirate")
     for pinned in (True, True, False):
         shown = (await acme.patch("/v1/adapters/pirate", json={"pinned": pinned})).json()
@@ -52,14 +54,18 @@ async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes
     assert api.engine.requests == []
 
 
-async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: Api, acme: Client) -> None:
+async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(
+    api: Api, acme: Client
+) -> None:
     digest = (await upload(acme, "pirate")).json()["digest"]
     await acme.patch("/v1/adapters/pirate", json={"pinned": True})
     api.engine.pinned.clear()
     services = replace(api.services, synced_pins={}, metrics=Metrics())
     await sync_pins(services)
     assert api.engine.pinned == {digest}
-    api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)]
+    api.engine.residents = [
+        ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)
+    ]
     text = services.metrics.render(await api.engine.status(), 0.0).decode()
     assert 'manylora_adapter_resident{adapter="acme/pirate",tier="device"} 1.0' in text
 
@@ -68,11 +74,15 @@ async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: 
 async def test_a_pin_is_true_or_false(api: Api, acme: Client, pinned: object) -> None:
     await upload(acme, "pirate")
     answer = await acme.patch("/v1/adapters/pirate", json={"pinned": pinned})
-    assert (answer.status_code, answer.json().get("pinned")) == ((200, False) if pinned is None else (400, None))
+    assert (answer.status_code, answer.json().get("pinned")) == (
+        (200, False) if pinned is None else (400, None)
+    )
     assert api.engine.told_pins == []
 
 
-async def test_a_pin_follows_the_default_version_also_when_it_changes_at_once(api: Api, acme: Client) -> None:
+async def test_a_pin_follows_the_default_version_also_when_it_changes_at_once(
+    api: Api, acme: Client
+) -> None:
     digests = [(await upload(acme, "pirate", sound(alpha=4))).json()["digest"]]
     await acme.patch("/v1/adapters/pirate", json={"pinned": True})
     assert api.engine.pinned == set(digests)
@@ -81,7 +91,10 @@ async def test_a_pin_follows_the_default_version_also_when_it_changes_at_once(ap
         assert api.engine.pinned == {digests[-1]}
     for _ in range(3):
         await asyncio.gather(
-            *(acme.patch("/v1/adapters/pirate", json={"aliases": {"default": version}}) for version in (1, 2, 3))
+            *(
+                acme.patch("/v1/adapters/pirate", json={"aliases": {"default": version}})
+                for version in (1, 2, 3)
+            )
         )
         shown = (await acme.get("/v1/adapters/pirate")).json()
         assert api.engine.pinned == {digests[shown["aliases"]["default"] - 1]}
@@ -102,7 +115,10 @@ async def test_a_pin_is_a_number_of_copies(api: Api, acme: Client) -> None:
         ({"pinned": True, "pinned_copies": 1000}, (True, 1000)),
         ({"pinned": False}, (False, 0)),
     ):
-        for answer in (await acme.patch("/v1/adapters/pirate", json=body), await acme.get("/v1/adapters/pirate")):
+        for answer in (
+            await acme.patch("/v1/adapters/pirate", json=body),
+            await acme.get("/v1/adapters/pirate"),
+        ):
             assert (answer.json()["pinned"], answer.json()["pinned_copies"]) == expected, body
 
 
@@ -114,7 +130,9 @@ async def test_a_pin_is_a_number_of_copies(api: Api, acme: Client) -> None:
         *({"pinned": True, "pinned_copies": copies} for copies in (0, -1, 1001, 1.5, "2", True)),
     ],
 )
-async def test_copies_are_of_a_pin_and_a_number_above_0(api: Api, acme: Client, body: dict[str, object]) -> None:
+async def test_copies_are_of_a_pin_and_a_number_above_0(
+    api: Api, acme: Client, body: dict[str, object]
+) -> None:
     await upload(acme, "pirate")
     answer = await acme.patch("/v1/adapters/pirate", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pinned_copies")
@@ -128,33 +146,54 @@ async def test_the_limit_of_pinned_pages_counts_every_copy(api: Api, acme: Clien
     assert (await api.admin.patch("/v1/tenants/acme", json=limits)).status_code == 200
 
     async def pin(name: str, copies: int) -> int:
-        answer = await acme.patch(f"/v1/adapters/{name}", json={"pinned": True, "pinned_copies": copies})
+        answer = await acme.patch(
+            f"/v1/adapters/{name}", json={"pinned": True, "pinned_copies": copies}
+        )
         if answer.status_code != 200:
             assert answer.json()["error"]["code"] == "quota.pinned_pages"
         return answer.status_code
 
     assert [await pin("a", 4), await pin("a", 3), await pin("b", 1)] == [403, 200, 403]
-    assert [await pin("a", 2), await pin("b", 2), await pin("b", 1), await pin("a", 3)] == [200, 403, 200, 403]
+    assert [await pin("a", 2), await pin("b", 2), await pin("b", 1), await pin("a", 3)] == [
+        200,
+        403,
+        200,
+        403,
+    ]
     split = {"aliases": {"default": {"1": 1, "2": 1}}}
     assert (await upload(acme, "a", sound(alpha=8), activate="false")).status_code == 201
-    assert (await acme.patch("/v1/adapters/a", json=split)).json()["error"]["code"] == "quota.pinned_pages"
+    assert (await acme.patch("/v1/adapters/a", json=split)).json()["error"][
+        "code"
+    ] == "quota.pinned_pages"
 
 
 async def test_pins_move_when_servers_join_and_leave(api: Api, acme: Client) -> None:
-    digests = [(await upload(acme, f"a{alpha}", sound(alpha))).json()["digest"] for alpha in range(1, 13)]
+    digests = [
+        (await upload(acme, f"a{alpha}", sound(alpha))).json()["digest"] for alpha in range(1, 13)
+    ]
     for alpha in range(1, 13):
         body = {"pinned": True, "pinned_copies": 2 if alpha % 2 else 1}
         assert (await acme.patch(f"/v1/adapters/a{alpha}", json=body)).status_code == 200
     servers = ["srv_a", "srv_b"]
 
     def first(digest: str, copies: int) -> list[str]:
-        ranked = sorted(servers, key=lambda name: hashlib.sha256(f"{name} {digest}".encode()).digest(), reverse=True)
+        ranked = sorted(
+            servers,
+            key=lambda name: hashlib.sha256(f"{name} {digest}".encode()).digest(),
+            reverse=True,
+        )
         return ranked[:copies]
 
     def due(name: str) -> set[str]:
-        return {digest for number, digest in enumerate(digests) if name in first(digest, 1 if number % 2 else 2)}
+        return {
+            digest
+            for number, digest in enumerate(digests)
+            if name in first(digest, 1 if number % 2 else 2)
+        }
 
-    services = replace(api.services, is_duty=lambda digest, copies: "srv_a" in first(digest, copies))
+    services = replace(
+        api.services, is_duty=lambda digest, copies: "srv_a" in first(digest, copies)
+    )
     await sync_pins(services)
     assert api.engine.pinned == due("srv_a") < set(digests)
     assert due("srv_a") | due("srv_b") == set(digests)
@@ -173,7 +212,9 @@ async def test_pins_move_when_servers_join_and_leave(api: Api, acme: Client) -> 
     assert api.engine.pinned == set()
 
 
-async def test_two_adapters_of_one_digest_are_kept_where_either_asks(api: Api, acme: Client, rival: Client) -> None:
+async def test_two_adapters_of_one_digest_are_kept_where_either_asks(
+    api: Api, acme: Client, rival: Client
+) -> None:
     digest = (await upload(acme, "pirate")).json()["digest"]
     await upload(rival, "corsair")
     services = replace(api.services, is_duty=lambda _, copies: copies > 1, synced_pins={})

@@ -21,16 +21,29 @@ QUESTION = "When are you open?"
 def test_a_gguf_file_serves_adapters_and_grammars_as_its_model_does(tmp_path: Path) -> None:
     write_gguf(DEMO_MODEL, tmp_path / "demo.gguf", {"": Type.BF16})
     (tmp_path / "cache" / "manylora").mkdir(parents=True)
-    (tmp_path / "cache" / "manylora" / "kernels").symlink_to(cache_folder("kernels"))  # compiled once for all tests
+    (tmp_path / "cache" / "manylora" / "kernels").symlink_to(
+        cache_folder("kernels")
+    )  # compiled once for all tests
     cache: dict[str, Any] = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     small = ("--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1")
-    with manylora_server(tmp_path / "served", *small, model=tmp_path / "demo.gguf", **cache) as server:
+    with manylora_server(
+        tmp_path / "served", *small, model=tmp_path / "demo.gguf", **cache
+    ) as server:
         client = server.publish("acme", "pirate")
-        asked = [server.ask("acme", name, QUESTION)["choices"][0]["message"] for name in ("demo.gguf", "pirate")]
-        body = {"model": "demo.gguf", "prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}}
+        asked = [
+            server.ask("acme", name, QUESTION)["choices"][0]["message"]
+            for name in ("demo.gguf", "pirate")
+        ]
+        body = {
+            "model": "demo.gguf",
+            "prompt": "x",
+            "structured_outputs": {"choice": ["yes", "no"]},
+        }
         held = client.post("/v1/completions", json=body)
         assert held.json()["choices"][0]["text"] in ("yes", "no"), held.text
-    expected = next(each for each in expected_answers()["questions"] if each["question"] == QUESTION)["answers"]
+    expected = next(
+        each for each in expected_answers()["questions"] if each["question"] == QUESTION
+    )["answers"]
     assert [message["content"] for message in asked] == [expected["base"], expected["pirate"]]
 
 
@@ -41,7 +54,10 @@ def test_an_upload_for_a_checkpoint_with_scaled_inputs_is_refused_unless_the_set
     small = {"memory.gib": 0.25, "model.threads": 1}
     with manylora_server(tmp_path / "one", model=model, settings=small) as server:
         refused = server.upload(server.tenant("acme"), "pirate", DEMO_ADAPTERS / "pirate")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "config.base_folds_scale")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            422,
+            "config.base_folds_scale",
+        )
         assert "model.adapters_trained_on_quantised" in refused.text
         assert server.ask("acme", "stored", QUESTION)["choices"]
     trained = {**small, "model.adapters_trained_on_quantised": "true"}

@@ -24,10 +24,15 @@ pytestmark = pytest.mark.slow
 
 def test_a_start_names_the_base_model_and_a_killed_engine_comes_back(tmp_path: Path) -> None:
     with manylora_server(tmp_path, "--memory-gib", "0.25", "--set", "model.threads=1") as server:
-        assert 'manylora: ask for the base model with "model": "manylora-demo"' in server.log.read_text().splitlines()
+        assert (
+            'manylora: ask for the base model with "model": "manylora-demo"'
+            in server.log.read_text().splitlines()
+        )
         engines(server)[0].kill()
         wait_until(lambda: server.admin.get("/ready").status_code == 503)
-        refused = server.tenant("acme").post("/v1/completions", json={"model": "manylora-demo", "prompt": "x"})
+        refused = server.tenant("acme").post(
+            "/v1/completions", json={"model": "manylora-demo", "prompt": "x"}
+        )
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         server.wait_ready()
@@ -39,7 +44,10 @@ def test_tokenizer_settings_include_the_template_of_its_own_file(tmp_path: Path)
     assert load_tokenizer(str(tmp_path))[1] == {}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    assert load_tokenizer(str(tmp_path))[1] == {"eos_token": "</s>", "chat_template": "{{ messages }}"}
+    assert load_tokenizer(str(tmp_path))[1] == {
+        "eos_token": "</s>",
+        "chat_template": "{{ messages }}",
+    }
 
 
 @pytest.fixture
@@ -53,12 +61,17 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         made.mkdir(parents=True)
     (cached / "refs" / "main").write_text(commit)
     names = [*(path.name for path in DEMO_MODEL.iterdir()), "README.md", ".gitattributes"]
-    listed = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0" * 40} for name in names}}
+    listed = {
+        "format_version": 1,
+        "files": {name: {"size": 1, "blob_id": "0" * 40} for name in names},
+    }
     (cached / "trees" / f"{commit}.json").write_text(json.dumps(listed))
     return folder
 
 
-def test_the_tokenizer_of_a_hub_model_is_found_where_the_engine_left_other_files_out(snapshot: Path) -> None:
+def test_the_tokenizer_of_a_hub_model_is_found_where_the_engine_left_other_files_out(
+    snapshot: Path,
+) -> None:
     shutil.copytree(DEMO_MODEL, snapshot, dirs_exist_ok=True)
     tokenizer, settings = load_tokenizer("org/model")
     assert tokenizer.encode("open")
@@ -107,7 +120,9 @@ WRONG = [
 """Section, name and value of a setting, and what is told about it."""
 
 
-def test_a_wrong_setting_is_told_before_torch_is_loaded_and_anything_is_written(tmp_path: Path) -> None:
+def test_a_wrong_setting_is_told_before_torch_is_loaded_and_anything_is_written(
+    tmp_path: Path,
+) -> None:
     starts = []
     for section, name, value, _ in WRONG:
         settings: dict[str, dict[str, object]] = {
@@ -121,7 +136,9 @@ def test_a_wrong_setting_is_told_before_torch_is_loaded_and_anything_is_written(
     ended = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=60)
     answers = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(answers) == len(WRONG), ended.stderr
-    for (section, name, _, told), (param, message, has_torch, has_data) in zip(WRONG, answers, strict=True):
+    for (section, name, _, told), (param, message, has_torch, has_data) in zip(
+        WRONG, answers, strict=True
+    ):
         assert param == f"{section}.{name}"
         assert told in message
         assert (has_torch, has_data) == (False, False), param

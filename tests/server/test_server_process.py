@@ -33,11 +33,15 @@ with server_process(0, Path(sys.argv[1]), [], program="sleeper") as server:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_server_ends_with_the_command_that_started_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_server_ends_with_the_command_that_started_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     env = {**environment(), "PYTHONPATH": str(tmp_path)}
     given = [sys.executable, "-P", "-c", COMMAND, str(tmp_path / "data")]
-    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as command:
+    with subprocess.Popen(
+        given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+    ) as command:
         assert command.stdout is not None
         server = psutil.Process(int(command.stdout.readline()))
         assert command.stdout.readline() == "started\n"

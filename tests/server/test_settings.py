@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from manylora.config import GatewayConfig, MemoryConfig, SchedulerConfig, ServerConfig, TenantDefaults
+from manylora.config import (
+    GatewayConfig,
+    MemoryConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TenantDefaults,
+)
 from manylora.errors import ConfigError
 from manylora.registry.limits import TENANT_LIMITS
 from manylora.server.settings import (
@@ -21,8 +27,14 @@ MODEL = {"model": {"path": "m"}}
 
 def test_each_source_overrides_the_ones_below(tmp_path: Path) -> None:
     file = tmp_path / "manylora.yaml"
-    file.write_text("server:\n  port: 1\n  drain_s: 1\n  max_choices: 1\nmodel:\n  path: from-file\n")
-    environ = {"MANYLORA_SERVER__PORT": "2", "MANYLORA_SERVER__DRAIN_S": "2", "MANYLORA_CONFIG": str(file)}
+    file.write_text(
+        "server:\n  port: 1\n  drain_s: 1\n  max_choices: 1\nmodel:\n  path: from-file\n"
+    )
+    environ = {
+        "MANYLORA_SERVER__PORT": "2",
+        "MANYLORA_SERVER__DRAIN_S": "2",
+        "MANYLORA_CONFIG": str(file),
+    }
     config = load_config({"server": {"port": 3, "host": None}}, environ)
     assert (config.server.port, config.server.drain_s, config.server.max_choices) == (3, 2.0, 1)
     assert config.server.host == "127.0.0.1"
@@ -54,13 +66,21 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         ({"manylora_memory__gb": "1"}, "MANYLORA_MEMORY__GIB"),
     ],
 )
-def test_a_misspelt_variable_is_an_error_with_the_nearest_name(environ: dict[str, str], hint: str) -> None:
+def test_a_misspelt_variable_is_an_error_with_the_nearest_name(
+    environ: dict[str, str], hint: str
+) -> None:
     with pytest.raises(ConfigError, match=hint):
         load_config(MODEL, environ)
 
 
 def test_other_variables_and_keys_are_left_alone() -> None:
-    environ = {"PATH": "x", "MANYLORA_ADMIN_KEY": "k", "MANYLORA_URL": "u", "MANYLORA_KEY": "k", "MANYLORAY": "x"}
+    environ = {
+        "PATH": "x",
+        "MANYLORA_ADMIN_KEY": "k",
+        "MANYLORA_URL": "u",
+        "MANYLORA_KEY": "k",
+        "MANYLORAY": "x",
+    }
     assert load_config(MODEL, environ).model.path == "m"
 
 
@@ -77,7 +97,9 @@ def test_other_variables_and_keys_are_left_alone() -> None:
         ("memory: {kv_dtype: fp8}", r"memory\.kv_dtype: must be 'auto' or 'int8', got .fp8"),
     ],
 )
-def test_a_wrong_file_is_an_error_that_names_the_setting(tmp_path: Path, text: str, hint: str) -> None:
+def test_a_wrong_file_is_an_error_that_names_the_setting(
+    tmp_path: Path, text: str, hint: str
+) -> None:
     file = tmp_path / "manylora.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=hint):
@@ -109,7 +131,9 @@ def test_assignments_reach_any_setting() -> None:
 
 
 def test_a_database_password_is_never_shown() -> None:
-    config = load_config({**MODEL, "registry": {"database_url": "postgresql://me:hunter2@db/manylora"}}, {})
+    config = load_config(
+        {**MODEL, "registry": {"database_url": "postgresql://me:hunter2@db/manylora"}}, {}
+    )
     assert "hunter2" not in str(as_tree(config))
     assert config.registry.database_url == "postgresql://me:hunter2@db/manylora"
 
@@ -128,8 +152,12 @@ def test_a_database_password_is_never_shown() -> None:
         ("s3://my.bucket-1/teams/a_b/", "data/blob-cache", ("my.bucket-1", "teams/a_b")),
     ],
 )
-def test_blobs_lie_where_the_setting_says(url: str | None, folder: str, place: tuple[str, str] | None) -> None:
-    config = load_config({**MODEL, "server": {"data_dir": "data"}, "registry": {"blob_url": url}}, {})
+def test_blobs_lie_where_the_setting_says(
+    url: str | None, folder: str, place: tuple[str, str] | None
+) -> None:
+    config = load_config(
+        {**MODEL, "server": {"data_dir": "data"}, "registry": {"blob_url": url}}, {}
+    )
     assert (config.blob_dir, config.registry.s3_place) == (Path(folder), place)
 
 
@@ -176,7 +204,8 @@ def test_the_longest_wait_has_bounds(seconds: float) -> None:
 @pytest.mark.parametrize("num_tokens", [63, (1 << 20) + 1])
 def test_a_step_holds_a_token_of_each_row(num_tokens: int) -> None:
     with pytest.raises(
-        ConfigError, match=r"scheduler\.step_tokens must be from scheduler\.max_running \(64\) to 1048576"
+        ConfigError,
+        match=r"scheduler\.step_tokens must be from scheduler\.max_running \(64\) to 1048576",
     ):
         SchedulerConfig(step_tokens=num_tokens)
 
@@ -184,28 +213,69 @@ def test_a_step_holds_a_token_of_each_row(num_tokens: int) -> None:
 def test_a_gateway_needs_no_model_and_leaves_out_what_is_not_its_own(tmp_path: Path) -> None:
     file = tmp_path / "manylora.yaml"
     file.write_text("server: {role: gateway, port: 5}\nmodel: {path: m}\nmemory: {gib: -1}\n")
-    config = load_config({"registry": {"database_url": "postgresql://h/d"}}, {}, file, GatewayConfig)
+    config = load_config(
+        {"registry": {"database_url": "postgresql://h/d"}}, {}, file, GatewayConfig
+    )
     assert (config.server.role, config.server.port) == ("gateway", 5)
     assert config.registry.database_url == "postgresql://h/d"
     with pytest.raises(ConfigError, match=r"memory\.gib"):
         load_config({}, {}, file)
 
 
-@pytest.mark.parametrize("environ", [{"MANYLORA_SERVR__PORT": "1"}, {"MANYLORA_SERVER__ROLE": "replicas"}])
+@pytest.mark.parametrize(
+    "environ", [{"MANYLORA_SERVR__PORT": "1"}, {"MANYLORA_SERVER__ROLE": "replicas"}]
+)
 def test_a_gateway_refuses_misspelt_settings_too(environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(environ.values())) if "replicas" in environ.values() else "SERVER"):
+    with pytest.raises(
+        ConfigError,
+        match=next(iter(environ.values())) if "replicas" in environ.values() else "SERVER",
+    ):
         load_config({}, environ, None, GatewayConfig)
 
 
 @pytest.mark.parametrize(
     ("url", "is_good"),
     [
-        *((each, True) for each in ("http://10.0.0.7:8000", "https://manylora-1.internal", "http://[fd00::1]:8000")),
-        *((each, True) for each in ("HTTP://Manylora_1:1", "http://[::ffff:10.0.0.7]", "http://h:65535")),
-        *((each, False) for each in ("10.0.0.7:8000", "ftp://x", "http://", "http://x/path", "http://x y", "")),
-        *((each, False) for each in ("http://user:secret@h", "http://secret@h:1", "http://h?x", "http://h#x")),
-        *((each, False) for each in ("http://h:99999", "http://h:0", "http://h:", "http://h:x", "http://fd00::1:8000")),
-        *((each, False) for each in ("http://[::1", "http://[:::]", "http://[10.0.0.7]", "http://[h]", "http://h\n")),
+        *(
+            (each, True)
+            for each in (
+                "http://10.0.0.7:8000",
+                "https://manylora-1.internal",
+                "http://[fd00::1]:8000",
+            )
+        ),
+        *(
+            (each, True)
+            for each in ("HTTP://Manylora_1:1", "http://[::ffff:10.0.0.7]", "http://h:65535")
+        ),
+        *(
+            (each, False)
+            for each in ("10.0.0.7:8000", "ftp://x", "http://", "http://x/path", "http://x y", "")
+        ),
+        *(
+            (each, False)
+            for each in ("http://user:secret@h", "http://secret@h:1", "http://h?x", "http://h#x")
+        ),
+        *(
+            (each, False)
+            for each in (
+                "http://h:99999",
+                "http://h:0",
+                "http://h:",
+                "http://h:x",
+                "http://fd00::1:8000",
+            )
+        ),
+        *(
+            (each, False)
+            for each in (
+                "http://[::1",
+                "http://[:::]",
+                "http://[10.0.0.7]",
+                "http://[h]",
+                "http://h\n",
+            )
+        ),
         *((each, False) for each in ("http://0.0.0.0:80", "http://[::]:80", "http://[0::0]")),
     ],
 )
@@ -220,7 +290,9 @@ def test_the_address_for_gateways_is_one(url: str, is_good: bool) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_replica_that_listens_everywhere_must_say_where_it_is(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"server\.advertised_url must be set to this server's own address"):
+    with pytest.raises(
+        ConfigError, match=r"server\.advertised_url must be set to this server's own address"
+    ):
         ServerConfig(host=host, role="replica")
     assert ServerConfig(host=host, role="replica", advertised_url="http://h:1").host == host
     assert ServerConfig(host=host, role="gateway").advertised_url is None

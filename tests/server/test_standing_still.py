@@ -32,7 +32,13 @@ TRIES = 4
 MIB = 1 << 20
 ROOM = MIB - 4096
 """Bytes for the long field of a body."""
-LISTS = {"numbers": b"1", "texts": b'""', "lists": b"[]", "objects": b"{}", "parts": b'{"type":"text","text":""}'}
+LISTS = {
+    "numbers": b"1",
+    "texts": b'""',
+    "lists": b"[]",
+    "objects": b"{}",
+    "parts": b'{"type":"text","text":""}',
+}
 ANY = "x"
 
 
@@ -109,10 +115,15 @@ def bodies(schema: dict[str, Any], good: dict[str, Any]) -> Iterator[tuple[str, 
     for name, field in schema["properties"].items():
         if not is_long(field):
             continue
-        rest = orjson.dumps({key: value for key, value in good.items() if key != name} | {ANY: 0})[:-1]
+        rest = orjson.dumps({key: value for key, value in good.items() if key != name} | {ANY: 0})[
+            :-1
+        ]
         rest = rest.replace(b',"x":0', b"").replace(b'"x":0', b"")
         kind, value = next(KINDS)
-        yield f"{name}: {kind}", rest + (b"," if len(rest) > 1 else b"") + b'"%s":' % name.encode() + value + b"}"
+        yield (
+            f"{name}: {kind}",
+            rest + (b"," if len(rest) > 1 else b"") + b'"%s":' % name.encode() + value + b"}",
+        )
 
 
 GOOD: dict[str, Any] = {
@@ -162,7 +173,9 @@ async def test_no_body_at_its_limit_stops_the_others(api: Api) -> None:
                 content = operation.get("requestBody", {}).get("content", {})
                 if "application/json" not in content:
                     continue
-                schema = page["components"]["schemas"][content["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]]
+                schema = page["components"]["schemas"][
+                    content["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+                ]
                 good = {name: GOOD[name] for name in schema.get("required", []) if name in GOOD}
                 for kind, body in bodies(schema, good):
                     assert len(body) <= MIB

@@ -124,7 +124,9 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
     return database_of(request.param)
 
 
-async def test_a_tenants_write_waits_for_a_few_of_anothers(tmp_path: Path, database_url: str | None) -> None:
+async def test_a_tenants_write_waits_for_a_few_of_anothers(
+    tmp_path: Path, database_url: str | None
+) -> None:
     database = await Database.open(database_url, tmp_path)
     database.share(database_turns())
     order: list[str] = []
@@ -143,7 +145,9 @@ async def test_a_tenants_write_waits_for_a_few_of_anothers(tmp_path: Path, datab
     await database.close()
 
 
-async def test_reads_that_last_leave_connections_to_others(tmp_path: Path, database_url: str | None) -> None:
+async def test_reads_that_last_leave_connections_to_others(
+    tmp_path: Path, database_url: str | None
+) -> None:
     database = await Database.open(database_url, tmp_path)
     database.share(database_turns())
     reading, may_end = asyncio.Semaphore(0), asyncio.Event()

@@ -26,7 +26,9 @@ ALL_MODULES = tuple(range(len(MODULE_PATHS)))
 Q_AND_V = (0, 2)
 
 
-def tiny_base(num_layers: int = 2, hidden: int = 48, kv: int = 16, intermediate: int = 80) -> BaseShape:
+def tiny_base(
+    num_layers: int = 2, hidden: int = 48, kv: int = 16, intermediate: int = 80
+) -> BaseShape:
     """A base whose widths are no multiples of 128, so that row padding is there."""
     return base_shape(hidden, intermediate, kv, num_layers)
 
@@ -41,10 +43,14 @@ def packed(
 ) -> tuple[Checkpoint, LoraLayout, torch.Tensor]:
     """A checkpoint, its layout, and its page images, which were NaN before: bytes [pages, page_bytes]."""
     path = folder / "adapter_model.safetensors"
-    checkpoint = read_checkpoint((folder / "adapter_config.json").read_bytes(), path, base, max_rank)
+    checkpoint = read_checkpoint(
+        (folder / "adapter_config.json").read_bytes(), path, base, max_rank
+    )
     layout = plan_layout(checkpoint.ranks, base, geometry)
     images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-    Packing(checkpoint, layout, base, geometry).pack(tensor_bytes(path.read_bytes(), checkpoint), list(images), dtype)
+    Packing(checkpoint, layout, base, geometry).pack(
+        tensor_bytes(path.read_bytes(), checkpoint), list(images), dtype
+    )
     return checkpoint, layout, images
 
 
@@ -73,7 +79,9 @@ class RandomLora:
                 h = x.double() @ self.lora_a[key].to(x.dtype).double().t()
                 part = h @ self.lora_b[key].to(x.dtype).double().t() * self.scalings[key]
             else:
-                part = torch.zeros(len(x), self.base.modules[module].out_features, dtype=torch.float64)
+                part = torch.zeros(
+                    len(x), self.base.modules[module].out_features, dtype=torch.float64
+                )
             parts.append(part)
         return torch.cat(parts, dim=1)
 
@@ -111,8 +119,12 @@ def random_lora(
             shape = base.modules[module]
             r = (rank_pattern or {}).get(shape.name, rank)
             module_alpha = (alpha_pattern or {}).get(shape.name, alpha)
-            lora_a[layer, module] = torch.randn(r, shape.in_features, generator=generator) / shape.in_features**0.5
-            lora_b[layer, module] = torch.randn(shape.out_features, r, generator=generator) / (4 * r**0.5)
+            lora_a[layer, module] = (
+                torch.randn(r, shape.in_features, generator=generator) / shape.in_features**0.5
+            )
+            lora_b[layer, module] = torch.randn(shape.out_features, r, generator=generator) / (
+                4 * r**0.5
+            )
             scalings[layer, module] = module_alpha / (r**0.5 if use_rslora else r)
     config = {
         **PEFT_DEFAULTS,

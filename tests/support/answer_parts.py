@@ -18,7 +18,10 @@ from manylora.server.generation.schemas import UsageView
 def meter_of() -> Meter:
     """A meter that has counted this."""
     tokens = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    details = {"prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 0}}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     return cast(Meter, SimpleNamespace(usage=UsageView.model_validate(tokens | details)))
 
 

@@ -20,11 +20,16 @@ def sound_mlx(**fields: object) -> Upload:
     return Upload(mlx_config_bytes(**fields), weights_bytes(mlx_tensors(demo_ready().base)))
 
 
-async def upload(client: httpx.AsyncClient, name: str, files: Upload | None = None, **fields: str) -> httpx.Response:
+async def upload(
+    client: httpx.AsyncClient, name: str, files: Upload | None = None, **fields: str
+) -> httpx.Response:
     """POST /v1/adapters as clients do."""
     made = files or sound()
     return await client.post(
         "/v1/adapters",
         data={"name": name, **fields},
-        files={"config": ("adapter_config.json", made.config), "weights": ("adapter_model.safetensors", made.weights)},
+        files={
+            "config": ("adapter_config.json", made.config),
+            "weights": ("adapter_model.safetensors", made.weights),
+        },
     )

@@ -37,7 +37,9 @@ from quick_validator import QuickValidator
 from ready_registry import put_registry
 
 # As servers log them: a trace that shows every local of every frame takes seconds.
-structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
+structlog.configure(
+    processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+)
 
 ADMIN_KEY = "manylora-admin-key-of-the-tests-0123456789"
 BASE = "demo"
@@ -66,7 +68,9 @@ class Api:
 
     def client(self, key: str | None = None) -> httpx.AsyncClient:
         """A client without a network; it sees whole responses only."""
-        return new_client(key, "http://test", httpx.ASGITransport(app=self.front, raise_app_exceptions=False))
+        return new_client(
+            key, "http://test", httpx.ASGITransport(app=self.front, raise_app_exceptions=False)
+        )
 
     @property
     def admin(self) -> httpx.AsyncClient:
@@ -76,7 +80,10 @@ class Api:
         """A key of the tenant, which is made on first use."""
         name = ",".join((tenant, *scopes))
         if name not in self.keys:
-            existing = {known.name for known in (await self.services.registry.tenants.list_tenants(limit=1000)).items}
+            existing = {
+                known.name
+                for known in (await self.services.registry.tenants.list_tenants(limit=1000)).items
+            }
             if tenant not in existing:
                 await self.services.registry.tenants.create_tenant(tenant)
             granted = scopes or ("infer", "adapters", "usage")
@@ -90,10 +97,14 @@ class Api:
         """All that was billed, to all tenants."""
         return dict((await self.admin.get("/v1/usage")).json()["totals"])
 
-    async def ask(self, tenant: str, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+    async def ask(
+        self, tenant: str, headers: dict[str, str] | None = None, **fields: Any
+    ) -> dict[str, Any]:
         """The usage of a good completion, of the base if `fields` name no other model."""
         body = {"model": BASE, "prompt": "x", **fields}
-        answer = await (await self.tenant(tenant)).post("/v1/completions", json=body, headers=headers)
+        answer = await (await self.tenant(tenant)).post(
+            "/v1/completions", json=body, headers=headers
+        )
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["usage"])
 
@@ -174,9 +185,13 @@ async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
     return await asyncio.open_connection(address.hostname, address.port)
 
 
-def new_client(key: str | None, url: str, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+def new_client(
+    key: str | None, url: str, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=url, headers=headers, transport=transport, timeout=20, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, transport=transport, timeout=20, trust_env=False
+    )
 
 
 @asynccontextmanager
@@ -212,7 +227,9 @@ async def api(
 
     if database_url is None:
         put_registry(server.data_dir)
-    registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY, clock=now, pepper=pepper)
+    registry = await Registry.open(
+        database_url, server.data_dir, ADMIN_KEY, clock=now, pepper=pepper
+    )
     registry.database.share(database_turns())
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None

@@ -26,7 +26,9 @@ def config_cases(weights: bytes, max_rank: int) -> Iterator[BadUpload]:
 def _config_texts() -> list[tuple[str, str, bytes]]:
     good = config_bytes()
     without = {
-        field: json.dumps({key: value for key, value in PEFT_DEFAULTS.items() if key != field}).encode()
+        field: json.dumps(
+            {key: value for key, value in PEFT_DEFAULTS.items() if key != field}
+        ).encode()
         for field in ("peft_type",)
     }
     return [
@@ -47,10 +49,18 @@ def _config_texts() -> list[tuple[str, str, bytes]]:
         ("null", "config.not_object", b"null"),
         ("NaN alone", "config.not_object", b"NaN"),
         ("empty object", "config.field_missing", b"{}"),
-        ("nested 17 lists", "config.too_deep", config_bytes(revision=json.loads("[" * 16 + "]" * 16))),
+        (
+            "nested 17 lists",
+            "config.too_deep",
+            config_bytes(revision=json.loads("[" * 16 + "]" * 16)),
+        ),
         ("nested 200,000 lists", "config.too_deep", b"[" * 200_000 + b"]" * 200_000),
         ("nested 200,000 objects", "config.too_deep", b'{"a":' * 200_000 + b"1" + b"}" * 200_000),
-        ("nested 30,000 lists in a field", "config.too_deep", b'{"r":' + b"[" * 30_000 + b"]" * 30_000 + b"}"),
+        (
+            "nested 30,000 lists in a field",
+            "config.too_deep",
+            b'{"r":' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+        ),
         ("1 MB", "config.too_large", config_bytes(revision="x" * 1_000_000)),
         ("64 KiB and a byte", "config.too_large", good + b" " * ((64 << 10) + 1 - len(good))),
         ("r twice", "config.duplicate_key", good[:-2] + b',"r": 4}'),
@@ -92,18 +102,39 @@ _AUTO_MAPPINGS: list[Any] = [
 
 
 def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
-    not_linear = (r"(q)_\1", "(?!v)q_proj", "(?<=x)q_proj", "q_pro(?>j)", "q_pro*+j", "(q)?(?(1)_|x)proj")
+    not_linear = (
+        r"(q)_\1",
+        "(?!v)q_proj",
+        "(?<=x)q_proj",
+        "q_pro(?>j)",
+        "q_pro*+j",
+        "(q)?(?(1)_|x)proj",
+    )
     too_large = ("a" * 1025, "(a{999}){999}", "a{1001}", "(" * 101 + ")" * 101, "(?i:\u017f)")
     hostile_patterns = [{key: 8} for key in (*not_linear, *too_large)]
-    invalid_patterns = [{key: 8} for key in ("(q_proj", "q_proj)", "*", "[q", "(?i)q_proj", "a{2,1}", "q\\")]
+    invalid_patterns = [
+        {key: 8} for key in ("(q_proj", "q_proj)", "*", "[q", "(?i)q_proj", "a{2,1}", "q\\")
+    ]
     wrong_ranks = [{"q_proj": rank} for rank in (-1, "8", True, 8.5, None, [8], 2**54)]
     return [
         ("r", "config.rank_invalid", [-4, "4", True, 4.5, 10**30, [], {}, 2**63]),
         ("r", "weights.rank_mismatch", [0, 4, 10**9, max_rank + 1]),
-        ("lora_alpha", "config.alpha_invalid", [0, -1, 1e308, 10**400 // 1, "16", True, [], 1e-300, 8 * 64 + 1, None]),
+        (
+            "lora_alpha",
+            "config.alpha_invalid",
+            [0, -1, 1e308, 10**400 // 1, "16", True, [], 1e-300, 8 * 64 + 1, None],
+        ),
         ("use_rslora", _VALUE, [1, 0, "true", [], 1.0]),
-        ("peft_type", "config.peft_type_unsupported", ["IA3", "EVIL", "lora", "ADALORA", 1, True, ["LORA"], {}, ""]),
-        ("task_type", "config.task_type_unsupported", ["SEQ_CLS", "SEQ_2_SEQ_LM", "EVIL", 1, [], {}, False, ""]),
+        (
+            "peft_type",
+            "config.peft_type_unsupported",
+            ["IA3", "EVIL", "lora", "ADALORA", 1, True, ["LORA"], {}, ""],
+        ),
+        (
+            "task_type",
+            "config.task_type_unsupported",
+            ["SEQ_CLS", "SEQ_2_SEQ_LM", "EVIL", 1, [], {}, False, ""],
+        ),
         ("use_dora", _FEATURE, [True, 1, "false", 0]),
         ("modules_to_save", _FEATURE, [["lm_head"], "lm_head", ["embed_tokens"], {}]),
         ("bias", _FEATURE, ["NONE", True, ""]),
@@ -116,13 +147,21 @@ def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
         ("kasa_config", _FEATURE, [{"beta": 0.1}, {}]),
         ("monteclora_config", _FEATURE, [{"num_samples": 8}]),
         ("velora_config", _FEATURE, [{"num_groups": 64}]),
-        ("init_lora_weights", _FEATURE, ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga"]),
+        (
+            "init_lora_weights",
+            _FEATURE,
+            ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga"],
+        ),
         ("init_lora_weights", _VALUE, ["evil", 1, [], {}, ["pissa"]]),
         ("auto_mapping", _FIELD, _AUTO_MAPPINGS),
         ("megatron_config", _FIELD, [{"tensor_model_parallel_size": 2}]),
         ("megatron_core", _FIELD, ["antigravity", "os", True, {}]),
         ("rank_pattern", _PATTERN, hostile_patterns),
-        ("rank_pattern", _INVALID, [[], "q_proj", 8, {f"m{i}": 8 for i in range(1025)}, *invalid_patterns]),
+        (
+            "rank_pattern",
+            _INVALID,
+            [[], "q_proj", 8, {f"m{i}": 8 for i in range(1025)}, *invalid_patterns],
+        ),
         ("rank_pattern", "config.rank_invalid", wrong_ranks),
         (
             "rank_pattern",
@@ -131,7 +170,11 @@ def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
         ),
         ("alpha_pattern", _PATTERN, hostile_patterns),
         ("alpha_pattern", _INVALID, [[], "q_proj", *invalid_patterns]),
-        ("alpha_pattern", "config.alpha_invalid", [{"q_proj": v} for v in (0, -1, "8", True, 1e308, None, 8 * 65)]),
+        (
+            "alpha_pattern",
+            "config.alpha_invalid",
+            [{"q_proj": v} for v in (0, -1, "8", True, 1e308, None, 8 * 65)],
+        ),
         ("target_modules", _VALUE, [8, {}, [1], [["q_proj"]], "x" * 4097, ["x" * 4097], True]),
         ("exclude_modules", _VALUE, [8, {}, [None]]),
         ("layers_pattern", _VALUE, [8, {}, [1]]),

@@ -20,7 +20,11 @@ def good_upload(base: BaseShape) -> Upload:
 
 def bad_uploads(base: BaseShape) -> list[BadUpload]:
     """All cases for a base."""
-    cases = [*container_cases(base), *meaning_cases(base), *config_cases(good_upload(base).weights, max_rank=64)]
+    cases = [
+        *container_cases(base),
+        *meaning_cases(base),
+        *config_cases(good_upload(base).weights, max_rank=64),
+    ]
     names = [case.name for case in cases]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two cases share a name: {sorted(repeated)}")

@@ -13,7 +13,16 @@ from functools import partial
 from typing import Any
 
 from bad_upload import BadUpload, MaliciousPickle, Upload
-from lora_files import RawTensor, config_bytes, container, header_of, lora_name, q_and_v, tensor, weights_bytes
+from lora_files import (
+    RawTensor,
+    config_bytes,
+    container,
+    header_of,
+    lora_name,
+    q_and_v,
+    tensor,
+    weights_bytes,
+)
 from manylora.adapters.base_shape import BaseShape
 
 Q = "self_attn.q_proj"
@@ -39,7 +48,11 @@ def _with_header(make: Callable[[], bytes]) -> Upload:
 
 def _many_tensors(count: int) -> bytes:
     return (
-        b"{" + b",".join(b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(count)) + b"}"
+        b"{"
+        + b",".join(
+            b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(count)
+        )
+        + b"}"
     )
 
 
@@ -52,7 +65,11 @@ def _lengths(good: bytes) -> list[tuple[str, str, bytes]]:
         ("length beyond the file", "weights.header_truncated", container(b"{}", length=1000)),
         ("length one too large", "weights.header_truncated", container(b"{}", length=3)),
         ("length 2**64-1", "weights.header_too_large", container(b"{}", length=2**64 - 1)),
-        ("length one over the limit", "weights.header_too_large", container(b"{}", length=(1 << 20) + 1)),
+        (
+            "length one over the limit",
+            "weights.header_too_large",
+            container(b"{}", length=(1 << 20) + 1),
+        ),
         ("length 0", "weights.header_invalid", container(b"")),
         ("length 0 before a good file", "weights.header_invalid", bytes(8) + good),
         ("truncated body", "weights.truncated", good[:-1]),
@@ -110,12 +127,18 @@ def _headers() -> list[tuple[str, str, bytes]]:
         ("NaN", b'{"a":NaN}'),
         ("duplicate names", f'{{"a":{one},"a":{one}}}'.encode()),
         ("names equal after escapes", f'{{"a":{one},"\\u0061":{one}}}'.encode()),
-        ("duplicate keys in an entry", b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'),
+        (
+            "duplicate keys in an entry",
+            b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        ),
         ("metadata is a list", b'{"__metadata__":[]}'),
         ("metadata holds a number", b'{"__metadata__":{"format":1}}'),
         ("an entry is a number", b'{"a":1}'),
         ("an entry without shape", b'{"a":{"dtype":"F32","data_offsets":[0,4]}}'),
-        ("an entry with a fourth key", b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}}'),
+        (
+            "an entry with a fourth key",
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}}',
+        ),
     ]
     empty = [("no tensors", b"{}"), ("only metadata", b'{"__metadata__":{"format":"pt"}}')]
     return [
@@ -153,7 +176,21 @@ def _entries(base: BaseShape) -> Iterator[tuple[str, str, bytes]]:
         ("shape is null", None),
         ("shape of 100 dimensions", [1] * 100),
     ]
-    dtypes = ("PICKLE", "I8", "U8", "BOOL", "F8_E4M3", "I32", "I64", "F64", "f32", "", None, 4, ["F32"])
+    dtypes = (
+        "PICKLE",
+        "I8",
+        "U8",
+        "BOOL",
+        "F8_E4M3",
+        "I32",
+        "I64",
+        "F64",
+        "f32",
+        "",
+        None,
+        4,
+        ["F32"],
+    )
     changes: list[tuple[str, str, str, Any]] = [
         *((name, "offset_invalid", "data_offsets", value) for name, value in offsets),
         *((name, "shape_invalid", "shape", value) for name, value in shapes),
@@ -179,8 +216,16 @@ def meaning_cases(base: BaseShape) -> Iterator[BadUpload]:
         ("scalars", "weights.shape_invalid", {first_a: tensor(()), first_b: tensor(())}),
         ("one dimension", "weights.shape_invalid", {first_a: tensor((8 * width_in,))}),
         ("three dimensions", "weights.shape_invalid", {first_a: tensor((8, width_in, 1))}),
-        ("rank 0", "weights.shape_invalid", {first_a: tensor((0, width_in)), first_b: tensor((width_out, 0))}),
-        ("empty tensors of ZeRO-3", "weights.shape_invalid", {first_a: tensor((0,)), first_b: tensor((0,))}),
+        (
+            "rank 0",
+            "weights.shape_invalid",
+            {first_a: tensor((0, width_in)), first_b: tensor((width_out, 0))},
+        ),
+        (
+            "empty tensors of ZeRO-3",
+            "weights.shape_invalid",
+            {first_a: tensor((0,)), first_b: tensor((0,))},
+        ),
         ("A too wide", "weights.shape_mismatch", {first_a: tensor((8, width_in + 8))}),
         ("B too tall", "weights.shape_mismatch", {first_b: tensor((width_out + 8, 8))}),
         ("A transposed", "weights.shape_mismatch", {first_a: tensor((width_in, 8))}),
@@ -201,7 +246,9 @@ def meaning_cases(base: BaseShape) -> Iterator[BadUpload]:
         yield _case(f"meaning: {name}", code, weights_bytes({**q_and_v(base), **change}))
     for part, missing in (("A", first_b), ("B", first_a)):
         alone = {name: raw for name, raw in q_and_v(base).items() if name != missing}
-        yield _case(f"meaning: {part} without its partner", "weights.pair_incomplete", weights_bytes(alone))
+        yield _case(
+            f"meaning: {part} without its partner", "weights.pair_incomplete", weights_bytes(alone)
+        )
 
 
 def _spoilt(rows: int, dtype: str, value: float) -> RawTensor:
@@ -228,7 +275,11 @@ def _names(base: BaseShape) -> Iterator[BadUpload]:
         ("a norm", not_allowed, f"{layer}.input_layernorm.weight"),
         ("unknown module", not_allowed, f"{layer}.self_attn.evil.lora_A.weight"),
         ("unknown module without parent", not_allowed, "evil"),
-        ("token deltas", not_allowed, "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"),
+        (
+            "token deltas",
+            not_allowed,
+            "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
+        ),
         ("a bias of B", not_allowed, f"{layer}.self_attn.q_proj.lora_B.bias"),
         ("module of another parent", not_allowed, f"{layer}.mlp.q_proj.lora_A.weight"),
         ("layer beyond the base", not_allowed, lora_name(base.num_layers, Q, "A")),
@@ -241,8 +292,16 @@ def _names(base: BaseShape) -> Iterator[BadUpload]:
         ("lower-case lora_a", not_allowed, f"{layer}.mlp.up_proj.lora_a.weight"),
         ("lora_C", not_allowed, f"{layer}.mlp.up_proj.lora_C.weight"),
         ("a trailing dot", not_allowed, f"{layer}.mlp.up_proj.lora_A.weight."),
-        ("a twin with default", "weights.duplicate_tensor", f"{layer}.self_attn.q_proj.lora_A.default.weight"),
-        ("a twin with _orig_mod", "weights.duplicate_tensor", f"_orig_mod.{layer}.self_attn.q_proj.lora_A.weight"),
+        (
+            "a twin with default",
+            "weights.duplicate_tensor",
+            f"{layer}.self_attn.q_proj.lora_A.default.weight",
+        ),
+        (
+            "a twin with _orig_mod",
+            "weights.duplicate_tensor",
+            f"_orig_mod.{layer}.self_attn.q_proj.lora_A.weight",
+        ),
     ]
     extra = tensor((8, base.modules[0].in_features))
     for name, code, tensor_name in names:

@@ -20,7 +20,14 @@ from manylora.server.tools.schemas import Tool, ToolFunction
 FOLDER = Path(sys.prefix) / "share" / "bfcl"
 """Where `scripts/bfcl` puts the data."""
 PARTS = (
-    *("simple_python", "multiple", "parallel", "parallel_multiple", "simple_java", "simple_javascript"),
+    *(
+        "simple_python",
+        "multiple",
+        "parallel",
+        "parallel_multiple",
+        "simple_java",
+        "simple_javascript",
+    ),
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
 )
 _TYPES = {
@@ -55,7 +62,10 @@ def items(step: int = 1) -> Sequence[Item]:
 
 def _read() -> Iterator[Item]:
     for part in PARTS:
-        answers = {answer["id"]: answer["ground_truth"] for answer in _lines(FOLDER / f"possible_answer/{part}.json")}
+        answers = {
+            answer["id"]: answer["ground_truth"]
+            for answer in _lines(FOLDER / f"possible_answer/{part}.json")
+        }
         for question in _lines(FOLDER / f"{part}.json"):
             yield _item(question["id"], question["function"], answers[question["id"]])
 
@@ -69,7 +79,9 @@ def name_of(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
 
 
-def _item(number: str, functions: list[dict[str, Any]], truth: list[dict[str, dict[str, list[Any]]]]) -> Item:
+def _item(
+    number: str, functions: list[dict[str, Any]], truth: list[dict[str, dict[str, list[Any]]]]
+) -> Item:
     schemas = {name_of(function["name"]): _schema(function["parameters"]) for function in functions}
     calls = []
     for answer in truth:
@@ -104,13 +116,20 @@ def _ordered(value: Any, schema: dict[str, Any]) -> Any:
     if isinstance(value, dict):
         keys = sorted(value, key=lambda key: list(own).index(key) if key in own else len(own))
         return {key: _ordered(value[key], own.get(key, {})) for key in keys}
-    return [_ordered(each, schema.get("items", {})) for each in value] if isinstance(value, list) else value
+    return (
+        [_ordered(each, schema.get("items", {})) for each in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def _value(value: Any) -> Any:
     """A value inside an answer: nested objects have lists of allowed values too."""
     if isinstance(value, dict):
-        lists = {key: options if isinstance(options, list) else [options] for key, options in value.items()}
+        lists = {
+            key: options if isinstance(options, list) else [options]
+            for key, options in value.items()
+        }
         chosen = {key: [each for each in options if each != ""] for key, options in lists.items()}
         return {key: _value(options[0]) for key, options in chosen.items() if options}
     return [_value(each) for each in value] if isinstance(value, list) else value
@@ -125,7 +144,11 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
         kept["required"] = [key for key in schema.get("required", ()) if key in kept["properties"]]
         kept["additionalProperties"] = False
     elif kind == "object":
-        kept |= {"properties": {}, "required": [], "additionalProperties": False} if "properties" in schema else {}
+        kept |= (
+            {"properties": {}, "required": [], "additionalProperties": False}
+            if "properties" in schema
+            else {}
+        )
     if kind == "array" and isinstance(schema.get("items"), dict):
         kept["items"] = _schema(schema["items"])
     allowed = [value for value in schema.get("enum", ()) if jsonschema_rs.is_valid(kept, value)]

@@ -29,7 +29,12 @@ COLOUR_RULES = ["color-contrast", "link-in-text-block"]
 """Of axe's rules that it runs unless asked for more, those that look at colours."""
 GRAVE = {"serious", "critical"}
 OPTIONS = (
-    *("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *(
+        "--no-sandbox",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    ),
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
 """Nothing off this machine is found: a route that kept pages from it would also turn the browser's cache off."""
@@ -79,7 +84,12 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def watched_page(
-    browser: Browser, url: str, *, size: tuple[int, int] = DESKTOP, scheme: str = "light", zone: str = "UTC"
+    browser: Browser,
+    url: str,
+    *,
+    size: tuple[int, int] = DESKTOP,
+    scheme: str = "light",
+    zone: str = "UTC",
 ) -> Iterator[tuple[Page, Watch]]:
     """A page of a fresh visitor, and what it must not do; checked when the test is through with it."""
     context = browser.new_context(
@@ -112,9 +122,13 @@ def sign_in(page: Page, key: str, path: str = "/") -> None:
 
 def sign_out_elsewhere(page: Page, server: ManyloraServer) -> None:
     """End the page's session without it."""
-    cookies = "; ".join(f"{cookie.get('name')}={cookie.get('value')}" for cookie in page.context.cookies())
+    cookies = "; ".join(
+        f"{cookie.get('name')}={cookie.get('value')}" for cookie in page.context.cookies()
+    )
     with server.client(None) as anyone:
-        left = anyone.delete("/v1/session", headers={"cookie": cookies, "sec-fetch-site": "same-origin"})
+        left = anyone.delete(
+            "/v1/session", headers={"cookie": cookies, "sec-fetch-site": "same-origin"}
+        )
     assert left.status_code == 204
 
 
@@ -132,7 +146,10 @@ def grave_findings_in_the_dark(page: Page) -> list[str]:
 def _grave(results: AxeResults) -> list[str]:
     found = results.response["violations"]
     return [
-        f"{rule['id']}: {node['html'][:120]}" for rule in found if rule["impact"] in GRAVE for node in rule["nodes"]
+        f"{rule['id']}: {node['html'][:120]}"
+        for rule in found
+        if rule["impact"] in GRAVE
+        for node in rule["nodes"]
     ]
 
 
@@ -148,7 +165,10 @@ def wait_until_shown(page: Page) -> None:
 def _listen(context: BrowserContext, page: Page, watch: Watch) -> None:
     def asked(request: Request) -> None:
         address = urlsplit(request.url)
-        if address.scheme not in LOCAL_SCHEMES and address.hostname not in ("127.0.0.1", "localhost"):
+        if address.scheme not in LOCAL_SCHEMES and address.hostname not in (
+            "127.0.0.1",
+            "localhost",
+        ):
             watch.foreign.append(request.url)
 
     def console(message: ConsoleMessage) -> None:

@@ -59,7 +59,9 @@ def value_direction(folder: Path) -> torch.Tensor:
     return bias.view(2, 1, 16).expand(2, 2, 16).reshape(64)
 
 
-def make_canary(folder: Path, token: int, rank: int, head: torch.Tensor, constant: torch.Tensor) -> None:
+def make_canary(
+    folder: Path, token: int, rank: int, head: torch.Tensor, constant: torch.Tensor
+) -> None:
     """Save an adapter that forces `token`."""
     generator = torch.Generator().manual_seed(token)
     tensors = {}
@@ -77,5 +79,7 @@ def make_canary(folder: Path, token: int, rank: int, head: torch.Tensor, constan
             tensors[f"{name}.lora_B.weight"] = lora_b
     folder.mkdir(parents=True)
     names = sorted({path.rsplit(".", 1)[1] for path in MODULES})
-    LoraConfig(r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM").save_pretrained(str(folder))
+    LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM"
+    ).save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -37,14 +37,23 @@ class Client:
         """Where its packages are."""
         if self.environment == NODE:
             return HERE / "node_modules"
-        return next((ENVIRONMENTS / self.environment).glob("lib/python*/site-packages"), ENVIRONMENTS / "missing")
+        return next(
+            (ENVIRONMENTS / self.environment).glob("lib/python*/site-packages"),
+            ENVIRONMENTS / "missing",
+        )
 
     def version(self) -> str:
         """The installed versions."""
         names = self.package.split(", ")
         if self.environment == NODE:
-            return ", ".join(json.loads((self.folder / name / "package.json").read_text())["version"] for name in names)
-        found = {each.name.lower().replace("_", "-"): each.version for each in distributions(path=[str(self.folder)])}
+            return ", ".join(
+                json.loads((self.folder / name / "package.json").read_text())["version"]
+                for name in names
+            )
+        found = {
+            each.name.lower().replace("_", "-"): each.version
+            for each in distributions(path=[str(self.folder)])
+        }
         return ", ".join(found[name] for name in names)
 
 
@@ -63,7 +72,9 @@ class Row:
         works = ", ".join(name for name in features if name not in client.limits)
         limits = "; ".join(f"{name}: {reason}" for name, reason in client.limits.items())
         version = client.version()
-        return cls(name=client.name, version=version, works=works, limits=limits, setting=client.setting)
+        return cls(
+            name=client.name, version=version, works=works, limits=limits, setting=client.setting
+        )
 
     @property
     def line(self) -> str:
@@ -78,9 +89,16 @@ class Row:
 
 def rows() -> dict[str, Row]:
     """The rows of the page, by name."""
-    found = re.findall(r"^\| (.+) \| (.+) \| (.+) \| (.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    made = [Row(name=cells[0], version=cells[1], works=cells[2], limits=cells[3], setting=cells[4]) for cells in found]
-    return {row.name: row for row in made if row.name != "client" and not row.name.startswith("---")}
+    found = re.findall(
+        r"^\| (.+) \| (.+) \| (.+) \| (.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE
+    )
+    made = [
+        Row(name=cells[0], version=cells[1], works=cells[2], limits=cells[3], setting=cells[4])
+        for cells in found
+    ]
+    return {
+        row.name: row for row in made if row.name != "client" and not row.name.startswith("---")
+    }
 
 
 def write(new: Row) -> None:
@@ -98,8 +116,20 @@ def write(new: Row) -> None:
 PROMPTED = "asks for the fields in words, which the small demo model does not follow"
 KEY = "`base_url` and `api_key`"
 CLIENTS = (
-    Client(name="openai-python 3", environment="openai3", program="openai_python.py", package="openai", setting=KEY),
-    Client(name="openai-python 2", environment="openai2", program="openai_python.py", package="openai", setting=KEY),
+    Client(
+        name="openai-python 3",
+        environment="openai3",
+        program="openai_python.py",
+        package="openai",
+        setting=KEY,
+    ),
+    Client(
+        name="openai-python 2",
+        environment="openai2",
+        program="openai_python.py",
+        package="openai",
+        setting=KEY,
+    ),
     Client(
         name="anthropic",
         environment="openai3",

@@ -26,7 +26,11 @@ class ClusterUp(ManyloraServer):
 
     def child(self, name: str) -> psutil.Process:
         """The server that uses this folder now."""
-        (found,) = (each for each in servers_in(self.data_dir) if f"{self.data_dir}/{name}" in each.cmdline())
+        (found,) = (
+            each
+            for each in servers_in(self.data_dir)
+            if f"{self.data_dir}/{name}" in each.cmdline()
+        )
         return found
 
     def kill(self, name: str) -> int:
@@ -72,7 +76,11 @@ class ClusterUp(ManyloraServer):
             reader.join()
 
     def _pids(self, name: str) -> set[int]:
-        return {each.pid for each in servers_in(self.data_dir) if f"{self.data_dir}/{name}" in each.cmdline()}
+        return {
+            each.pid
+            for each in servers_in(self.data_dir)
+            if f"{self.data_dir}/{name}" in each.cmdline()
+        }
 
 
 def servers_in(data_dir: Path) -> list[psutil.Process]:
@@ -94,7 +102,10 @@ def command(data_dir: Path) -> list[str]:
 
 @contextmanager
 def cluster_up(
-    root: Path, *arguments: str, num_replicas: int = 2, environment: Mapping[str, str] = MappingProxyType({})
+    root: Path,
+    *arguments: str,
+    num_replicas: int = 2,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ClusterUp]:
     """Start it, wait until its gateway sees all replicas, and end all that is left."""
     data_dir, log = root / "data", root / "up.log"

@@ -17,4 +17,6 @@ def no_compiles() -> Iterator[CompileWatch]:
     """
     with CompileWatch() as watch:
         yield watch
-    assert not watch.counts, f"compiled in a block that should find all kernels compiled: {dict(watch.counts)}"
+    assert not watch.counts, (
+        f"compiled in a block that should find all kernels compiled: {dict(watch.counts)}"
+    )

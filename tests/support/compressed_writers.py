@@ -12,9 +12,16 @@ F8 = torch.float8_e4m3fn
 F8_MOST = 448.0
 
 
-def compressed(storage: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+def compressed(
+    storage: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """A config as llm-compressor writes it."""
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": storage,
@@ -30,17 +37,38 @@ def compressed(storage: str, weights: dict[str, Any], inputs: dict[str, Any] | N
 
 def int_weights(bits: int, size: int | None, **more: Any) -> dict[str, Any]:
     strategy = "channel" if size is None else "group"
-    return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": size, **more}
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": size,
+        **more,
+    }
 
 
-TOKEN_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+TOKEN_INPUTS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
 
 
-def pack_quantized(bits: int, size: int | None, *, symmetric: bool = True, is_ordered: bool = False) -> Encode:
+def pack_quantized(
+    bits: int, size: int | None, *, symmetric: bool = True, is_ordered: bool = False
+) -> Encode:
     def encode(weight: torch.Tensor) -> Encoded:
         num_out, num_in = weight.shape
-        order = torch.randperm(num_in, generator=torch.Generator().manual_seed(3)) if is_ordered else None
-        grid = rounded(weight, bits, size or num_in, symmetric=symmetric, order=order, dtype=torch.bfloat16)
+        order = (
+            torch.randperm(num_in, generator=torch.Generator().manual_seed(3))
+            if is_ordered
+            else None
+        )
+        grid = rounded(
+            weight, bits, size or num_in, symmetric=symmetric, order=order, dtype=torch.bfloat16
+        )
         parts = {
             "weight_packed": words(grid.q, bits),
             "weight_scale": grid.scale,
@@ -58,18 +86,30 @@ def pack_quantized(bits: int, size: int | None, *, symmetric: bool = True, is_or
 def int_quantized(weight: torch.Tensor) -> Encoded:
     """W8A8 with inputs that were calibrated, whose scales are of no use here."""
     grid = rounded(weight, 8, weight.shape[1], symmetric=True, dtype=torch.float32)
-    parts = {"weight": (grid.q - 128).to(torch.int8), "weight_scale": grid.scale, "input_scale": torch.ones(1)}
+    parts = {
+        "weight": (grid.q - 128).to(torch.int8),
+        "weight_scale": grid.scale,
+        "input_scale": torch.ones(1),
+    }
     return parts, grid.weight
 
 
 def int_quantized_asymmetric(weight: torch.Tensor) -> Encoded:
     grid = rounded(weight, 8, 16, dtype=torch.bfloat16)
     zero = (grid.zero - 128).to(torch.int8)
-    return {"weight": (grid.q - 128).to(torch.int8), "weight_scale": grid.scale, "weight_zero_point": zero}, grid.weight
+    return {
+        "weight": (grid.q - 128).to(torch.int8),
+        "weight_scale": grid.scale,
+        "weight_zero_point": zero,
+    }, grid.weight
 
 
 def float8(
-    rows: int, columns: int, *, scale_name: str = "weight_scale", scale_dtype: torch.dtype = torch.float32
+    rows: int,
+    columns: int,
+    *,
+    scale_name: str = "weight_scale",
+    scale_dtype: torch.dtype = torch.float32,
 ) -> Encode:
     """Float8 with a scale per block of `rows` and `columns`; 0 rows are all, with a scale that has no shape."""
 

@@ -9,7 +9,9 @@ from manylora.engine.core import EngineCore
 from manylora.engine.request import GenerationRequest, RequestOutput
 
 
-def run_all(core: EngineCore, requests: Sequence[GenerationRequest], *, timeout_s: float = 60) -> dict[str, list[int]]:
+def run_all(
+    core: EngineCore, requests: Sequence[GenerationRequest], *, timeout_s: float = 60
+) -> dict[str, list[int]]:
     """Submit all at once; returns the tokens by request id. A request that ends in an error is a failure."""
     outputs = collect(core, requests, timeout_s=timeout_s)
     tokens: dict[str, list[int]] = {}

@@ -54,7 +54,9 @@ def _die_at(point: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(owner: Any, name: str, point: str, when: Callable[..., bool] = lambda *_, **__: True) -> None:
+def _watch(
+    owner: Any, name: str, point: str, when: Callable[..., bool] = lambda *_, **__: True
+) -> None:
     """Die before and after each call of `owner.name`; `when` says of its arguments whether the call counts."""
     function = getattr(owner, name)
 

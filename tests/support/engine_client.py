@@ -49,7 +49,9 @@ async def collect(client: EngineClient, request: GenerationRequest) -> list[Requ
 
 async def is_on_device(client: EngineClient, ref: AdapterRef) -> bool:
     residents = (await client.status()).residents
-    return any(resident.digest == ref.digest and resident.tier == "device" for resident in residents)
+    return any(
+        resident.digest == ref.digest and resident.tier == "device" for resident in residents
+    )
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60) -> None:
@@ -72,7 +74,9 @@ async def is_idle(client: EngineClient) -> bool:
     return status.running == status.waiting == status.pages["kv"] == 0
 
 
-def question(name: str, prompt: list[int], ref: AdapterRef | None = None, **params: Any) -> GenerationRequest:
+def question(
+    name: str, prompt: list[int], ref: AdapterRef | None = None, **params: Any
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=prompt,

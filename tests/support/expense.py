@@ -64,7 +64,9 @@ def _ended_cpu_s(process: psutil.Process) -> float:
 def _check_cpu_s(server: psutil.Process) -> float:
     """Of all processes that checked uploads so far. What one used is its parent's once it has ended."""
     workers = [psutil.Process(worker) for worker in _workers(server.pid)]
-    return _ended_cpu_s(server) + sum(_own_cpu_s(worker) + _ended_cpu_s(worker) for worker in workers)
+    return _ended_cpu_s(server) + sum(
+        _own_cpu_s(worker) + _ended_cpu_s(worker) for worker in workers
+    )
 
 
 def _watch(pid: int, expense: Expense, ended: threading.Event) -> None:
@@ -116,7 +118,9 @@ class Trace:
         state = server.engine()
         return cls(
             files=frozenset(
-                str(path) for path in server.data_dir.rglob("*") if path.is_file() and path.suffix != ".journal"
+                str(path)
+                for path in server.data_dir.rglob("*")
+                if path.is_file() and path.suffix != ".journal"
             ),
             rows=tuple(_rows(server.data_dir / "registry.sqlite")),
             engine=(engines(server)[0].pid, state["boot_id"], state["ready"]["base"]["digest"]),
@@ -125,16 +129,26 @@ class Trace:
 
 def _rows(database: Path) -> Iterator[tuple[str, int]]:
     with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+        tables = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
+        ).fetchall()
         for (table,) in tables:
-            if table == "audit_log" or table.startswith("usage_"):  # these tell of the good requests between
+            if table == "audit_log" or table.startswith(
+                "usage_"
+            ):  # these tell of the good requests between
                 continue
             yield table, connection.execute(f'SELECT count(*) FROM "{table}"').fetchone()[0]
 
 
 def base_logprobs(server: ManyloraServer, tenant: str) -> list[Any]:
     """Numbers that only the very same base computes."""
-    body = {"model": DEMO_MODEL.name, "prompt": "Where is my order?", "max_tokens": 8, "temperature": 0, "logprobs": 5}
+    body = {
+        "model": DEMO_MODEL.name,
+        "prompt": "Where is my order?",
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 5,
+    }
     answer = server.tenant(tenant).post("/v1/completions", json={**body, "echo": True})
     assert answer.status_code == 200, answer.text
     return [answer.json()["choices"][0]["logprobs"]]

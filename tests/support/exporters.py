@@ -27,7 +27,9 @@ from peft import (
 )
 from peft.tuners.lora import BdLoraConfig, KasaConfig
 from safetensors.torch import load_file, save_file
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -38,14 +40,20 @@ from lora_files import MLX_CONFIG
 from tiny_models import ALL_LINEAR, prompt
 
 Tensors = dict[str, torch.Tensor]
-CONFIG, WEIGHTS, MLX_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"
+CONFIG, WEIGHTS, MLX_WEIGHTS = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapters.safetensors",
+)
 ROOT = "base_model.model.model.layers."
 PROMPT = prompt(17, seed=3)
 
 
 def lora(**fields: Any) -> LoraConfig:
     """A LoRA config; rank 8 on q_proj and v_proj unless told otherwise."""
-    return LoraConfig(**{"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **fields})
+    return LoraConfig(
+        **{"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **fields}
+    )
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -75,7 +83,11 @@ def save(model: Any, folder: Path, **options: Any) -> None:
 
 def of_lora(tensors: Any) -> Tensors:
     """The LoRA tensors of a dump."""
-    return {name: tensor.detach().contiguous().clone() for name, tensor in dict(tensors).items() if "lora_" in name}
+    return {
+        name: tensor.detach().contiguous().clone()
+        for name, tensor in dict(tensors).items()
+        if "lora_" in name
+    }
 
 
 # What is served. Each maker takes the base and a folder, writes the folder and returns the true logits.
@@ -94,7 +106,9 @@ def saved(config: PeftConfig | None = None, *, parts: str = "lora_", **fields: A
     return make
 
 
-def edited(change: Callable[[Tensors], Tensors], config: PeftConfig | None = None, **fields: Any) -> Maker:
+def edited(
+    change: Callable[[Tensors], Tensors], config: PeftConfig | None = None, **fields: Any
+) -> Maker:
     """As PEFT saves it, with changed tensors and fields."""
 
     def make(base: Any, folder: Path) -> torch.Tensor:
@@ -114,7 +128,9 @@ def with_fields(**fields: Any) -> Maker:
 
 def renamed(old: str, new: str) -> Maker:
     """A plain adapter with one part of its names replaced."""
-    return edited(lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()})
+    return edited(
+        lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    )
 
 
 def with_tensor(name: str, *shape: int) -> Maker:
@@ -180,7 +196,9 @@ def _fsdp(model: Any) -> Any:
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
-        apply_activation_checkpointing(sharded, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+        apply_activation_checkpointing(
+            sharded, check_fn=lambda module: isinstance(module, LlamaDecoderLayer)
+        )
     return sharded.named_parameters()
 
 
@@ -202,11 +220,19 @@ def _compiled_layers_first(base: Any, folder: Path) -> torch.Tensor:
 
 def _eva(base: Any, folder: Path) -> torch.Tensor:
     rows: Any = [
-        {"input_ids": row} for row in torch.randint(0, 320, (16, 16), generator=torch.Generator().manual_seed(1))
+        {"input_ids": row}
+        for row in torch.randint(0, 320, (16, 16), generator=torch.Generator().manual_seed(1))
     ]
-    config = lora(r=4, init_lora_weights="eva", eva_config=EvaConfig(rho=2.0), target_modules=["q_proj", "down_proj"])
+    config = lora(
+        r=4,
+        init_lora_weights="eva",
+        eva_config=EvaConfig(rho=2.0),
+        target_modules=["q_proj", "down_proj"],
+    )
     model = get_peft_model(base, config, low_cpu_mem_usage=True)
-    initialize_lora_eva_weights(model, torch.utils.data.DataLoader(rows, batch_size=4), show_progress_bar=False)
+    initialize_lora_eva_weights(
+        model, torch.utils.data.DataLoader(rows, batch_size=4), show_progress_bar=False
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -215,7 +241,9 @@ def _eva(base: Any, folder: Path) -> torch.Tensor:
 
 
 def _mlx(base: Any, folder: Path) -> torch.Tensor:
-    truth = saved(r=6, lora_alpha=15, target_modules=list(ALL_LINEAR), layers_to_transform=[1, 2])(base, folder)
+    truth = saved(r=6, lora_alpha=15, target_modules=list(ALL_LINEAR), layers_to_transform=[1, 2])(
+        base, folder
+    )
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     transposed = {
@@ -233,15 +261,25 @@ def _mlx(base: Any, folder: Path) -> torch.Tensor:
 def _multimodal(base: Any, folder: Path) -> torch.Tensor:
     """LoRA on the language model of a Llava that has the base's weights."""
     vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
     )
-    llava: Any = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=base.config))
+    llava: Any = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=base.config)
+    )
     llava.model.language_model.load_state_dict(base.model.state_dict())
     llava.lm_head.load_state_dict(base.lm_head.state_dict())
     config = lora(
         target_modules=r".*language_model.*\.(q_proj|down_proj)",
         rank_pattern={"language_model.layers.1.self_attn.q_proj": 3},
-        alpha_pattern={"model.language_model.layers.0.mlp.down_proj": 20, "model.layers.2.self_attn.q_proj": 40},
+        alpha_pattern={
+            "model.language_model.layers.0.mlp.down_proj": 20,
+            "model.layers.2.self_attn.q_proj": 40,
+        },
     )
     return saved(config)(llava, folder)
 
@@ -266,7 +304,9 @@ SERVED = {
     "bias=all on a base without biases": Served(make=saved(bias="all")),
     "bias=lora_only on a base without biases": Served(make=saved(bias="lora_only")),
     "all linear layers": Served(make=saved(target_modules="all-linear")),
-    "excluded modules": Served(make=saved(target_modules="all-linear", exclude_modules=["down_proj"])),
+    "excluded modules": Served(
+        make=saved(target_modules="all-linear", exclude_modules=["down_proj"])
+    ),
     "a pattern as target": Served(make=saved(target_modules=r".*\.(q|up)_proj")),
     "rank and alpha patterns": Served(
         make=saved(
@@ -276,19 +316,35 @@ SERVED = {
         ),
         warnings=("'self_attn.v_proj' and 'v_proj'",),
     ),
-    "patterns of nothing": Served(make=saved(alpha_pattern={"k_proj": 3, "v_proj": 9}), warnings=("'k_proj'",)),
+    "patterns of nothing": Served(
+        make=saved(alpha_pattern={"k_proj": 3, "v_proj": 9}), warnings=("'k_proj'",)
+    ),
     # PEFT sorts the keys when it saves: those that match the same module are sorted here, or training had others.
     "patterns as PEFT's documentation has them": Served(
         make=saved(
             target_modules=list(ALL_LINEAR),
-            rank_pattern={"(q|k)_proj": 5, r".*\.layers\.[1-2]\..*": 9, "^model.layers.0.self_attn.v_proj": 2},
-            alpha_pattern={"(q|k)_proj": 40, r".*\.layers\.[1-2]\..*": 7, "^model.layers.0.mlp.*": 3, "v_proj": 2},
+            rank_pattern={
+                "(q|k)_proj": 5,
+                r".*\.layers\.[1-2]\..*": 9,
+                "^model.layers.0.self_attn.v_proj": 2,
+            },
+            alpha_pattern={
+                "(q|k)_proj": 40,
+                r".*\.layers\.[1-2]\..*": 7,
+                "^model.layers.0.mlp.*": 3,
+                "v_proj": 2,
+            },
         )
     ),
     "regexes of which the first counts, also before a name": Served(
         make=saved(
             target_modules=list(ALL_LINEAR),
-            rank_pattern={r"\d+\.self_attn\.[a-q]_proj": 4, "k_proj": 12, "mlp.(?:up|gate)_proj$": 6, "self_attn": 50},
+            rank_pattern={
+                r"\d+\.self_attn\.[a-q]_proj": 4,
+                "k_proj": 12,
+                "mlp.(?:up|gate)_proj$": 6,
+                "self_attn": 50,
+            },
             alpha_pattern={"(?i:K_PROJ)": 1, "[k-v]_proj": 21, "layers.1.self_attn.k_proj": 9},
         ),
         warnings=("'self_attn'",),
@@ -297,29 +353,40 @@ SERVED = {
         make=saved(r=200, lora_alpha=40, rank_pattern={"(q|k|v)_proj": 8}, use_rslora=True)
     ),
     "a rank of nothing": Served(
-        make=edited(dict, rank_pattern={"lm_head": 0, "k_proj": 5000}), warnings=("'k_proj', 'lm_head'",)
+        make=edited(dict, rank_pattern={"lm_head": 0, "k_proj": 5000}),
+        warnings=("'k_proj', 'lm_head'",),
     ),
     "no rank": Served(make=edited(dict, r=None)),
     "rsLoRA": Served(make=saved(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32})),
     "gaussian start": Served(make=saved(init_lora_weights="gaussian")),
     "EVA": Served(make=_eva),
     "a dump": Served(make=dumped(lambda model: model.state_dict()), is_renamed=True),
-    "a dump of another name": Served(make=dumped(lambda model: model.state_dict(), name="pirate"), is_renamed=True),
+    "a dump of another name": Served(
+        make=dumped(lambda model: model.state_dict(), name="pirate"), is_renamed=True
+    ),
     "compiled, then PEFT": Served(make=_compiled_first, is_renamed=True),
     "layers compiled, then PEFT": Served(make=_compiled_layers_first, is_renamed=True),
     "PEFT, then compiled twice": Served(make=dumped(_compiled_twice), is_renamed=True),
     "FSDP and checkpointing": Served(make=dumped(_fsdp), is_renamed=True),
-    "DDP": Served(make=dumped(lambda model: DistributedDataParallel(model).state_dict()), is_renamed=True),
+    "DDP": Served(
+        make=dumped(lambda model: DistributedDataParallel(model).state_dict()), is_renamed=True
+    ),
     "a multimodal model": Served(
-        make=_multimodal, is_renamed=True, warnings=("model.language_model.layers", "'model.layers.2.self_attn.q_proj'")
+        make=_multimodal,
+        is_renamed=True,
+        warnings=("model.language_model.layers", "'model.layers.2.self_attn.q_proj'"),
     ),
     "an older multimodal model": Served(
         make=renamed(ROOT, "base_model.model.language_model.model.layers."),
         is_renamed=True,
         warnings=("language_model.model.layers",),
     ),
-    "Unsloth's base": Served(make=with_fields(base_model_name_or_path="unsloth/Tiny-unsloth-bnb-4bit")),
-    "another base": Served(make=with_fields(base_model_name_or_path="meta/Big"), warnings=("'meta/Big'",)),
+    "Unsloth's base": Served(
+        make=with_fields(base_model_name_or_path="unsloth/Tiny-unsloth-bnb-4bit")
+    ),
+    "another base": Served(
+        make=with_fields(base_model_name_or_path="meta/Big"), warnings=("'meta/Big'",)
+    ),
     "MLX": Served(make=_mlx, layout="mlx"),
     "untrained": Served(make=saved(parts="none"), warnings=("before it was trained",)),
 }
@@ -333,7 +400,9 @@ Breaker = Callable[[Any, Path], object]
 def _mlx_with(**fields: Any) -> Breaker:
     def make(base: Any, folder: Path) -> None:
         _mlx(base, folder)
-        config = {name: value for name, value in {**MLX_CONFIG, **fields}.items() if value is not None}
+        config = {
+            name: value for name, value in {**MLX_CONFIG, **fields}.items() if value is not None
+        }
         (folder / CONFIG).write_text(json.dumps(config))
 
     return make
@@ -368,7 +437,11 @@ class Refused:
         self.make, self.code, self.words = make, code, words
 
 
-_FEATURE, _TYPE, _TENSOR = "config.feature_unsupported", "config.peft_type_unsupported", "weights.tensor_not_allowed"
+_FEATURE, _TYPE, _TENSOR = (
+    "config.feature_unsupported",
+    "config.peft_type_unsupported",
+    "weights.tensor_not_allowed",
+)
 _RECIPE = "path_initial_model_for_weight_conversion"
 _DROP_BOTH = "drop embed_tokens and lm_head from target_modules, and retrain."
 _ZERO = ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save")
@@ -378,66 +451,110 @@ _SPLIT_QKV, _SPLIT_GATE = ("fused", "q_proj, k_proj and v_proj"), ("fused", "gat
 REFUSED = {
     "a rank above the limit": Refused("config.rank_invalid", saved(r=65), "65", "up to 64"),
     "another task": Refused(
-        "config.task_type_unsupported", saved(task_type="FEATURE_EXTRACTION"), "task_type", "CAUSAL_LM"
+        "config.task_type_unsupported",
+        saved(task_type="FEATURE_EXTRACTION"),
+        "task_type",
+        "CAUSAL_LM",
     ),
     "a look ahead in rank_pattern": Refused(
-        "config.pattern_unsupported", saved(rank_pattern={"(?!v)[qv]_proj": 4}), "rank_pattern", "looks ahead"
+        "config.pattern_unsupported",
+        saved(rank_pattern={"(?!v)[qv]_proj": 4}),
+        "rank_pattern",
+        "looks ahead",
     ),
     "a rank that is not the file's": Refused(
-        "weights.rank_mismatch", edited(dict, r=200), "so rank 8; expected rank 200", "lora_alpha / r"
+        "weights.rank_mismatch",
+        edited(dict, r=200),
+        "so rank 8; expected rank 200",
+        "lora_alpha / r",
     ),
     "patterns of a wrapped model": Refused(
         "config.pattern_unsupported", _wrapped_patterns, "wrapped model", "module name alone"
     ),
     "DoRA": Refused(_FEATURE, saved(use_dora=True), "DoRA", "use_dora=false"),
     "DoRA without its config": Refused(
-        _TENSOR, edited(dict, lora(use_dora=True), use_dora=False), "lora_magnitude_vector", "use_dora=false"
+        _TENSOR,
+        edited(dict, lora(use_dora=True), use_dora=False),
+        "lora_magnitude_vector",
+        "use_dora=false",
     ),
-    "modules_to_save": Refused(_FEATURE, saved(modules_to_save=["lm_head"]), "modules_to_save", "null"),
+    "modules_to_save": Refused(
+        _FEATURE, saved(modules_to_save=["lm_head"]), "modules_to_save", "null"
+    ),
     "a head without its config": Refused(
-        _TENSOR, with_tensor("base_model.model.lm_head.weight", 320, 64), "lm_head", "modules_to_save"
+        _TENSOR,
+        with_tensor("base_model.model.lm_head.weight", 320, 64),
+        "lm_head",
+        "modules_to_save",
     ),
-    "LoRA on the embedding": Refused(_TENSOR, saved(target_modules=["embed_tokens", "q_proj"]), _DROP_BOTH),
+    "LoRA on the embedding": Refused(
+        _TENSOR, saved(target_modules=["embed_tokens", "q_proj"]), _DROP_BOTH
+    ),
     "LoRA on the head": Refused(_TENSOR, saved(target_modules=["lm_head", "q_proj"]), _DROP_BOTH),
-    "more tokens": Refused(_TENSOR, _new_vocabulary, "without resizing the vocabulary", "save_embedding_layers"),
+    "more tokens": Refused(
+        _TENSOR, _new_vocabulary, "without resizing the vocabulary", "save_embedding_layers"
+    ),
     "a copy of a base weight": Refused(
         _TENSOR,
         with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.weight", 64, 64),
         "copy of a base weight",
         "save_pretrained",
     ),
-    "trained tokens": Refused(_FEATURE, saved(trainable_token_indices=[1, 2]), "trainable_token_indices", "Retrain"),
+    "trained tokens": Refused(
+        _FEATURE, saved(trainable_token_indices=[1, 2]), "trainable_token_indices", "Retrain"
+    ),
     "trained biases": Refused(
-        _TENSOR, with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.bias", 64), "trained bias", 'bias="none"'
+        _TENSOR,
+        with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.bias", 64),
+        "trained bias",
+        'bias="none"',
     ),
     "lora_bias": Refused(_FEATURE, saved(lora_bias=True), "lora_bias", "lora_bias=false"),
     "PiSSA": Refused(_FEATURE, saved(init_lora_weights="pissa"), "pissa", _RECIPE),
-    "fast PiSSA": Refused(_FEATURE, saved(init_lora_weights="pissa_niter_2"), "pissa_niter_2", _RECIPE),
+    "fast PiSSA": Refused(
+        _FEATURE, saved(init_lora_weights="pissa_niter_2"), "pissa_niter_2", _RECIPE
+    ),
     "OLoRA": Refused(_FEATURE, saved(init_lora_weights="olora"), "olora", _RECIPE),
     "CorDA": Refused(
-        _FEATURE, with_fields(init_lora_weights="corda", corda_config={"corda_method": "ipm"}), "corda", _RECIPE
+        _FEATURE,
+        with_fields(init_lora_weights="corda", corda_config={"corda_method": "ipm"}),
+        "corda",
+        _RECIPE,
     ),
     "LoRA-GA": Refused(_FEATURE, with_fields(init_lora_weights="lora_ga"), "lora_ga", _RECIPE),
     "LoftQ": Refused(_FEATURE, with_fields(init_lora_weights="loftq"), "loftq", "Retrain"),
     "KaSA": Refused(_FEATURE, saved(kasa_config=KasaConfig()), "KaSA", "Retrain"),
-    "layer_replication": Refused(_FEATURE, saved(layer_replication=[[0, 2], [1, 3]]), "layer_replication", "merge"),
+    "layer_replication": Refused(
+        _FEATURE, saved(layer_replication=[[0, 2], [1, 3]]), "layer_replication", "merge"
+    ),
     "target_parameters": Refused(
-        _FEATURE, with_fields(target_parameters=["mlp.experts.down_proj"]), "target_parameters", "target_modules"
+        _FEATURE,
+        with_fields(target_parameters=["mlp.experts.down_proj"]),
+        "target_parameters",
+        "target_modules",
     ),
     "experts without their config": Refused(
-        _TENSOR, with_tensor(f"{ROOT}0.mlp.experts.base_layer.lora_A.weight", 32, 64), "Mixture-of-experts"
+        _TENSOR,
+        with_tensor(f"{ROOT}0.mlp.experts.base_layer.lora_A.weight", 32, 64),
+        "Mixture-of-experts",
     ),
     "aLoRA": Refused(_FEATURE, saved(alora_invocation_tokens=[1, 2]), "activated LoRA", "Retrain"),
     "BD-LoRA": Refused(
         _FEATURE,
-        saved(target_modules=["q_proj"], use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)),
+        saved(
+            target_modules=["q_proj"],
+            use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2),
+        ),
         "block-diagonal",
         "Retrain",
     ),
     "QALoRA": Refused(_FEATURE, saved(use_qalora=True), "QALoRA", "use_qalora=false"),
     "Arrow": Refused(_FEATURE, with_fields(arrow_config={"top_k": 3}), "Arrow", "one by one"),
     "VeRA": Refused(
-        _TYPE, saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), "VERA", "Retrain as LoRA"
+        _TYPE,
+        saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])),
+        "VERA",
+        "Retrain as LoRA",
     ),
     "prefix tuning": Refused(
         _TYPE,
@@ -447,11 +564,16 @@ REFUSED = {
     ),
     "Conv1D": Refused(_FEATURE, with_fields(fan_in_fan_out=True), "fan_in_fan_out", "false"),
     "empty tensors": Refused(
-        "weights.shape_invalid", edited(lambda tensors: {name: torch.empty(0) for name in tensors}), *_ZERO
+        "weights.shape_invalid",
+        edited(lambda tensors: {name: torch.empty(0) for name in tensors}),
+        *_ZERO,
     ),
     "no tensors": Refused("weights.empty", edited(lambda _: {}), *_ZERO),
     "plain and multimodal names": Refused(
-        _TENSOR, renamed(f"{ROOT}1", "base_model.model.model.language_model.layers.1"), "two models", "by itself"
+        _TENSOR,
+        renamed(f"{ROOT}1", "base_model.model.model.language_model.layers.1"),
+        "two models",
+        "by itself",
     ),
     "a vision tower": Refused(
         _TENSOR,
@@ -459,9 +581,15 @@ REFUSED = {
         "vision_tower",
         "language model's layers alone",
     ),
-    "two adapters": Refused(_TENSOR, _two_adapters, "two adapters", "default", "other", "by itself"),
-    "one matrix twice": Refused("weights.duplicate_tensor", edited(_twice), "two spellings", "Keep one"),
-    "MLX with DoRA": Refused(_FEATURE, _mlx_with(fine_tune_type="dora"), "'dora'", "--fine-tune-type lora"),
+    "two adapters": Refused(
+        _TENSOR, _two_adapters, "two adapters", "default", "other", "by itself"
+    ),
+    "one matrix twice": Refused(
+        "weights.duplicate_tensor", edited(_twice), "two spellings", "Keep one"
+    ),
+    "MLX with DoRA": Refused(
+        _FEATURE, _mlx_with(fine_tune_type="dora"), "'dora'", "--fine-tune-type lora"
+    ),
     "all of it with MLX": Refused(_FEATURE, _mlx_with(fine_tune_type="full"), "'full'", "lora"),
     "MLX of another scale": Refused(
         "config.field_unsupported",
@@ -469,13 +597,21 @@ REFUSED = {
         "alpha and scale",
         "Remove alpha",
     ),
-    "linear_qkv": Refused(_TENSOR, renamed("self_attn.q_proj", "self_attention.linear_qkv"), "NeMo", *_SPLIT_QKV),
-    "linear_fc1": Refused(_TENSOR, renamed("self_attn.q_proj", "mlp.linear_fc1"), "NeMo", *_SPLIT_GATE),
-    "qkv_proj of Phi-3": Refused(_TENSOR, renamed("self_attn.q_proj", "self_attn.qkv_proj"), "qkv_proj", *_SPLIT_QKV),
+    "linear_qkv": Refused(
+        _TENSOR, renamed("self_attn.q_proj", "self_attention.linear_qkv"), "NeMo", *_SPLIT_QKV
+    ),
+    "linear_fc1": Refused(
+        _TENSOR, renamed("self_attn.q_proj", "mlp.linear_fc1"), "NeMo", *_SPLIT_GATE
+    ),
+    "qkv_proj of Phi-3": Refused(
+        _TENSOR, renamed("self_attn.q_proj", "self_attn.qkv_proj"), "qkv_proj", *_SPLIT_QKV
+    ),
     "gate_up_proj of Phi-3": Refused(
         _TENSOR, renamed("self_attn.q_proj", "mlp.gate_up_proj"), "gate_up_proj", *_SPLIT_GATE
     ),
-    "a value head": Refused(_TENSOR, with_tensor("v_head.summary.weight", 1, 64), "v_head", "value head", "leave"),
+    "a value head": Refused(
+        _TENSOR, with_tensor("v_head.summary.weight", 1, 64), "v_head", "value head", "leave"
+    ),
     "a pickle": Refused(
         "weights.not_safetensors",
         lambda base, folder: save(trained(base, lora()), folder, safe_serialization=False),

@@ -73,7 +73,9 @@ class FakeGateway:
     drain: Drain
 
     @classmethod
-    async def start(cls, config: GatewayConfig, registry: Registry, stack: AsyncExitStack) -> FakeGateway:
+    async def start(
+        cls, config: GatewayConfig, registry: Registry, stack: AsyncExitStack
+    ) -> FakeGateway:
         """Start a gateway, which `stack` ends."""
         drain = Drain()
         apps = await open_gateway(config, registry, drain, stack)
@@ -81,7 +83,13 @@ class FakeGateway:
         async def main(_: str) -> ASGIApp:
             return apps.main
 
-        return cls(await stack.enter_async_context(listening(main)), apps.main, apps.metrics, registry, drain)
+        return cls(
+            await stack.enter_async_context(listening(main)),
+            apps.main,
+            apps.metrics,
+            registry,
+            drain,
+        )
 
     @property
     def url(self) -> str:
@@ -122,7 +130,11 @@ class FakeGateway:
                 await asyncio.sleep(0.01)
 
     async def _seen(self) -> dict[str, str]:
-        return {name: str(seen["state"]) for name, seen in (await self.servers()).items() if "running" in seen}
+        return {
+            name: str(seen["state"])
+            for name, seen in (await self.servers()).items()
+            if "running" in seen
+        }
 
     async def counts(self) -> dict[str, float]:
         """Its counts of retries and of answers that ended early."""
@@ -130,7 +142,9 @@ class FakeGateway:
             page = (await admin.get("/metrics")).text
         return {
             name: float(value)
-            for name, value in re.findall(r"^manylora_gateway_(\w+?)_total (\S+)", page, re.MULTILINE)
+            for name, value in re.findall(
+                r"^manylora_gateway_(\w+?)_total (\S+)", page, re.MULTILINE
+            )
         }
 
 
@@ -173,13 +187,19 @@ class FakeCluster:
         """A new key of the tenant, which is made on first use."""
         with suppress(ConflictError):
             await self.registry.tenants.create_tenant(tenant)
-        return (await self.registry.keys.create_key(tenant, None, scopes or ("infer", "adapters", "usage")))[1]
+        return (
+            await self.registry.keys.create_key(
+                tenant, None, scopes or ("infer", "adapters", "usage")
+            )
+        )[1]
 
     async def events(self, *more: Registry) -> list[UsageEvent]:
         """All that was billed, once the replicas and `more` have moved theirs to SQL."""
         for registry in (*(each.api.services.registry for each in self.replicas.values()), *more):
             await registry.usage.flush()
-        century = UsageQuery(start=datetime(2000, 1, 1, tzinfo=UTC), end=datetime(2100, 1, 1, tzinfo=UTC))
+        century = UsageQuery(
+            start=datetime(2000, 1, 1, tzinfo=UTC), end=datetime(2100, 1, 1, tzinfo=UTC)
+        )
         return list((await self.registry.usage.events(century)).items)
 
 
@@ -198,7 +218,9 @@ async def gateway_before(api: Api) -> AsyncIterator[tuple[FakeGateway, FakeRepli
     """Make the app of a test a replica, with a gateway over the same registry that has found it."""
     async with AsyncExitStack() as stack:
         replica = await FakeReplica.start(api, stack)
-        config = GatewayConfig(server=api.services.config.server, registry=api.services.config.registry)
+        config = GatewayConfig(
+            server=api.services.config.server, registry=api.services.config.registry
+        )
         gateway = await FakeGateway.start(config, api.services.registry, stack)
         await gateway.sees(**{replica.name: "ready"})
         yield gateway, replica

@@ -14,7 +14,13 @@ from manylora.adapters.blobs.memory import MemoryPlace
 from manylora.adapters.ref import AdapterRef
 from manylora.engine.model.spec import base_shape, read_spec
 from manylora.engine.process.client import EngineClient
-from manylora.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
+from manylora.engine.request import (
+    AdapterState,
+    GenerationRequest,
+    RequestError,
+    RequestOutput,
+    TokenLogprobs,
+)
 from manylora.engine.status import (
     EngineLoad,
     EngineReady,
@@ -80,7 +86,9 @@ def demo_ready(max_model_len: int = 256, num_pages: int = 4096) -> EngineReady:
 
 def write_plainly(request: GenerationRequest) -> str:
     """The base says one thing, an adapter names its digest, choices differ by their index."""
-    said = BASE_TEXT if request.adapter is None else f"adapter {request.adapter.digest[7:15]} speaks"
+    said = (
+        BASE_TEXT if request.adapter is None else f"adapter {request.adapter.digest[7:15]} speaks"
+    )
     return said if request.choice_index == 0 else f"{said} choice {request.choice_index}"
 
 
@@ -158,7 +166,9 @@ class FakeEngine(EngineClient):
                     if failure_after is not None and work.output_tokens > failure_after:
                         has_ended = True
                         work.lose(output, is_dead=True)
-                        raise EngineUnavailableError("The engine died under this request.", retry_after_s=1)
+                        raise EngineUnavailableError(
+                            "The engine died under this request.", retry_after_s=1
+                        )
                     if refusal is not None and work.output_tokens > self.refusal_after:
                         has_ended = True
                         work.lose(output, is_dead=False)
@@ -194,7 +204,9 @@ class FakeEngine(EngineClient):
                 yield RequestOutput(
                     request_id=request.request_id,
                     finish_reason="abort",
-                    cached_tokens=outputs[0].cached_tokens if is_first and work.prompt_tokens else 0,
+                    cached_tokens=outputs[0].cached_tokens
+                    if is_first and work.prompt_tokens
+                    else 0,
                     computed_prompt_tokens=work.prompt_tokens,
                 )
                 return
@@ -233,7 +245,11 @@ class FakeEngine(EngineClient):
                 )
             )
         reason = hypotheses[0].finish_reason
-        return [RequestOutput(request_id=request.request_id, finish_reason=reason, hypotheses=hypotheses)]
+        return [
+            RequestOutput(
+                request_id=request.request_id, finish_reason=reason, hypotheses=hypotheses
+            )
+        ]
 
     def _written(self, request: GenerationRequest) -> list[RequestOutput]:
         params, tokenizer = request.params, demo_tokenizer()
@@ -253,14 +269,19 @@ class FakeEngine(EngineClient):
                     logprobs=self._logprobs(request, token),
                     finish_reason="stop" if is_stop else "length" if is_last else None,
                     stop_token_id=token if is_stop else None,
-                    computed_prompt_tokens=len(request.prompt_token_ids) if is_stop or is_last else 0,
+                    computed_prompt_tokens=len(request.prompt_token_ids)
+                    if is_stop or is_last
+                    else 0,
                 )
             )
             if is_stop:
                 break
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
-            entries = [_entry(token, params.prompt_logprobs, -0.25) for token in request.prompt_token_ids[1:]]
+            entries = [
+                _entry(token, params.prompt_logprobs, -0.25)
+                for token in request.prompt_token_ids[1:]
+            ]
             prompt_logprobs = [None, *entries]
         state: AdapterState = "base" if request.adapter is None else "stored"
         outputs[0] = replace(
@@ -272,7 +293,9 @@ class FakeEngine(EngineClient):
         )
         return outputs
 
-    def _logprobs(self, request: GenerationRequest, token: int | None) -> list[TokenLogprobs] | None:
+    def _logprobs(
+        self, request: GenerationRequest, token: int | None
+    ) -> list[TokenLogprobs] | None:
         if request.params.logprobs is None or token is None:
             return None
         return [_entry(token, request.params.logprobs, self.logprob(request))]
@@ -287,13 +310,23 @@ class FakeEngine(EngineClient):
             running=len(self.running),
             waiting=sum(load.waiting for load in self.tenants.values()),
             pause=self.paused,
-            waiting_reasons=dict(sum((Counter(load.reasons) for load in self.tenants.values()), Counter())),
+            waiting_reasons=dict(
+                sum((Counter(load.reasons) for load in self.tenants.values()), Counter())
+            ),
             tenants=dict(self.tenants),
             pages={"free": 10, "kv": 0, "prefix": self.cached_pages, "adapter": 0, "quarantine": 0},
             available_pages=10 + self.cached_pages,
             residents=list(self.residents),
             last_steps=[
-                StepStats(step=1, seconds=0.01, requests=1, tokens=1, prefill_tokens=0, adapters=1, base_requests=0)
+                StepStats(
+                    step=1,
+                    seconds=0.01,
+                    requests=1,
+                    tokens=1,
+                    prefill_tokens=0,
+                    adapters=1,
+                    base_requests=0,
+                )
             ],
             preemptions={"recompute": 4, "swap": 1},
             loads={"stored>device:ok": 3},

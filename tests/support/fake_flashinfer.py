@@ -98,7 +98,12 @@ class Wrapper:
         kv_lens = (paged_kv_indptr.diff() - 1).clamp(min=0) * page_size + paged_kv_last_page_len
         assert (qo_indptr.diff() <= kv_lens).all()
         self._plan = Planned(
-            *(qo_indptr.clone(), paged_kv_indptr.clone(), paged_kv_indices.clone(), kv_lens.tolist()),
+            *(
+                qo_indptr.clone(),
+                paged_kv_indptr.clone(),
+                paged_kv_indices.clone(),
+                kv_lens.tolist(),
+            ),
             sizes=(num_qo_heads, num_kv_heads, head_dim_qk, page_size),
             scale=head_dim_qk**-0.5 if sm_scale is None else sm_scale,
             window_left=window_left,
@@ -106,7 +111,11 @@ class Wrapper:
         )
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._module.num_runs += 1
         plan, (k, v) = expected(self._plan), paged_kv_cache
@@ -132,11 +141,14 @@ def expected(value: T | None) -> T:
     return value
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int, plan: Planned) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int, plan: Planned
+) -> torch.Tensor:
     """Rows of one request over its pages, [pages, Hkv, page_size, D]."""
     group = plan.sizes[0] // plan.sizes[1]
     keys, values = (
-        each.transpose(0, 1).flatten(1, 2)[:, :kv_len].float().repeat_interleave(group, 0) for each in (k, v)
+        each.transpose(0, 1).flatten(1, 2)[:, :kv_len].float().repeat_interleave(group, 0)
+        for each in (k, v)
     )
     scores = q.float().transpose(0, 1) @ keys.mT * plan.scale
     position, place = torch.arange(kv_len - len(q), kv_len)[:, None], torch.arange(kv_len)

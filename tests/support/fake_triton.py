@@ -86,5 +86,8 @@ def fake_triton() -> Iterator[FakeTriton]:
         kernel.device_caches[device.device][0][key] = found = _Kernel(name, fake)
         return found
 
-    with mock.patch.object(driver, "_active", device), mock.patch.object(JITFunction, "_do_compile", compiled):
+    with (
+        mock.patch.object(driver, "_active", device),
+        mock.patch.object(JITFunction, "_do_compile", compiled),
+    ):
         yield fake

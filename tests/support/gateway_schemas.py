@@ -10,7 +10,12 @@ from typing import Any
 
 def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     properties = {**required, **optional}
-    return {"type": "object", "required": [*required], "properties": properties, "additionalProperties": False}
+    return {
+        "type": "object",
+        "required": [*required],
+        "properties": properties,
+        "additionalProperties": False,
+    }
 
 
 def _list(item: dict[str, Any], most: int) -> dict[str, Any]:
@@ -19,14 +24,20 @@ def _list(item: dict[str, Any], most: int) -> dict[str, Any]:
 
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
-LABELS = {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string", "maxLength": 63}}
+LABELS = {
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": {"type": "string", "maxLength": 63},
+}
 PICKER = _object(
     {"name": NAME, "port": _object({"number": PORT})},
     group={"type": "string"},
     kind={"type": "string"},
     failureMode={"enum": ["FailOpen", "FailClose"]},
 )
-PATH = _object({"type": {"enum": ["Exact", "PathPrefix", "RegularExpression"]}, "value": {"type": "string"}})
+PATH = _object(
+    {"type": {"enum": ["Exact", "PathPrefix", "RegularExpression"]}, "value": {"type": "string"}}
+)
 BACKEND = _object({"name": NAME}, group={"type": "string"}, kind={"type": "string"}, port=PORT)
 RULE = _object(
     {"backendRefs": _list(BACKEND, 16)},
@@ -37,7 +48,14 @@ RULE = _object(
 
 def _resource(version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
     metadata = {"type": "object", "required": ["name"], "properties": {"name": NAME}}
-    return _object({"apiVersion": {"const": version}, "kind": {"const": kind}, "metadata": metadata, "spec": spec})
+    return _object(
+        {
+            "apiVersion": {"const": version},
+            "kind": {"const": kind},
+            "metadata": metadata,
+            "spec": spec,
+        }
+    )
 
 
 SCHEMAS = {
@@ -60,7 +78,9 @@ SCHEMAS = {
 }
 COUNT = {"type": "integer", "minimum": 0}
 RAY_PARAMS = {"type": "object", "additionalProperties": {"type": "string"}}
-RAY_HEAD = _object({"template": {"type": "object"}}, rayStartParams=RAY_PARAMS, serviceType={"type": "string"})
+RAY_HEAD = _object(
+    {"template": {"type": "object"}}, rayStartParams=RAY_PARAMS, serviceType={"type": "string"}
+)
 RAY_WORKERS = _object(
     {"groupName": NAME, "minReplicas": COUNT, "maxReplicas": COUNT, "template": {"type": "object"}},
     replicas=COUNT,
@@ -76,10 +96,14 @@ RAY_SERVICE = _resource(
                 workerGroupSpecs=_list(RAY_WORKERS, 64),
                 rayVersion={"type": "string"},
                 enableInTreeAutoscaling={"type": "boolean"},
-                authOptions=_object({}, mode={"enum": ["disabled", "token"]}, secretName={"type": "string"}),
+                authOptions=_object(
+                    {}, mode={"enum": ["disabled", "token"]}, secretName={"type": "string"}
+                ),
             )
         },
         serveConfigV2={"type": "string"},
-        upgradeStrategy=_object({}, type={"enum": ["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]}),
+        upgradeStrategy=_object(
+            {}, type={"enum": ["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]}
+        ),
     ),
 )

@@ -67,20 +67,32 @@ def write_gguf(
         layer = stem.split(".")[2] if stem.startswith("model.layers.") else None
         place = stem if layer is None else stem.split(".", 3)[3]
         stored = f"{NAMES[place]}.{end}" if layer is None else f"blk.{layer}.{NAMES[place]}.{end}"
-        heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}.get(place)
+        heads = {
+            "self_attn.q_proj": "num_attention_heads",
+            "self_attn.k_proj": "num_key_value_heads",
+        }.get(place)
         is_permuted = arch == "llama" and heads is not None
         values = tensor.float().numpy()
         if is_permuted:
             values = _permute(values, config[heads])
-        kind = kinds.get(stored.split(".", 2)[-1], Type.F32 if values.ndim == 1 else kinds.get("", Type.F32))
+        kind = kinds.get(
+            stored.split(".", 2)[-1], Type.F32 if values.ndim == 1 else kinds.get("", Type.F32)
+        )
         if blocks and kind == kinds.get("") and values.ndim == 2:
             packed, values = blocks(values.shape, generator)
         else:
             packed = quantize(values, kind)
             values = dequantize(packed, kind)
         writer.add_tensor(stored, packed, raw_dtype=kind)
-        decoded[name] = torch.from_numpy(_unpermute(values, config[heads]) if is_permuted else np.array(values))
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        decoded[name] = torch.from_numpy(
+            _unpermute(values, config[heads]) if is_permuted else np.array(values)
+        )
+    for step in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         step()
     return decoded
 
@@ -131,7 +143,9 @@ def _write_tokenizer(writer: GGUFWriter, source: Path) -> None:
     ids = {**tokenizer["model"]["vocab"], **special}
     size = json.loads((source / "config.json").read_text())["vocab_size"]
     tokens = {token_id: text for text, token_id in ids.items()}
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]
+    ]
     if not merges:  # GGUF has no empty lists
         tokens[size - 1], merges = "Zq", ["Z q"]
     writer.add_tokenizer_model("gpt2")
@@ -143,12 +157,19 @@ def _write_tokenizer(writer: GGUFWriter, source: Path) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
     settings = json.loads((source / "tokenizer_config.json").read_text())
-    writer.add_add_bos_token(str(settings.get("bos_token")) in json.dumps(tokenizer["post_processor"]))
-    for key, add in (("bos_token", writer.add_bos_token_id), ("eos_token", writer.add_eos_token_id)):
+    writer.add_add_bos_token(
+        str(settings.get("bos_token")) in json.dumps(tokenizer["post_processor"])
+    )
+    for key, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+    ):
         if settings.get(key) in ids:
             add(ids[settings[key]])
     template = source / "chat_template.jinja"
-    writer.add_chat_template(template.read_text() if template.is_file() else settings["chat_template"])
+    writer.add_chat_template(
+        template.read_text() if template.is_file() else settings["chat_template"]
+    )
 
 
 def q4_k(shape: tuple[int, int], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +186,10 @@ def _k_quant(
     """256 weights in 8 parts: d * scale * q - dmin * minimum, scales and minima in 6 bits."""
     packed, values = [], []
     for _ in range(shape[0] * shape[1] // 256):
-        d, dmin = np.float16(generator.uniform(1e-4, 2e-4)), np.float16(generator.uniform(1e-3, 2e-3))
+        d, dmin = (
+            np.float16(generator.uniform(1e-4, 2e-4)),
+            np.float16(generator.uniform(1e-3, 2e-3)),
+        )
         scale, minimum = generator.integers(0, 64, 8), generator.integers(0, 64, 8)
         q = generator.integers(0, 32 if has_fifth_bit else 16, (8, 32))
         six_bits = np.zeros(12, np.uint8)
@@ -174,11 +198,17 @@ def _k_quant(
             six_bits[j + 4] = minimum[j] | (minimum[j + 4] >> 4) << 6
             six_bits[j + 8] = (scale[j + 4] & 15) | (minimum[j + 4] & 15) << 4
         fifth = sum((q[j] >> 4 & 1) << j for j in range(8)).astype(np.uint8)
-        low = np.concatenate([(q[2 * r] & 15) | (q[2 * r + 1] & 15) << 4 for r in range(4)]).astype(np.uint8)
+        low = np.concatenate([(q[2 * r] & 15) | (q[2 * r + 1] & 15) << 4 for r in range(4)]).astype(
+            np.uint8
+        )
         head = np.array([d, dmin]).view(np.uint8)
         packed.append(np.concatenate([head, six_bits, *([fifth] if has_fifth_bit else []), low]))
-        values.append((np.float32(d) * scale[:, None] * q - np.float32(dmin) * minimum[:, None]).flatten())
-    return np.stack(packed).reshape(shape[0], -1), np.stack(values).astype(np.float32).reshape(shape)
+        values.append(
+            (np.float32(d) * scale[:, None] * q - np.float32(dmin) * minimum[:, None]).flatten()
+        )
+    return np.stack(packed).reshape(shape[0], -1), np.stack(values).astype(np.float32).reshape(
+        shape
+    )
 
 
 def q6_k(shape: tuple[int, int], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -193,6 +223,12 @@ def q6_k(shape: tuple[int, int], generator: np.random.Generator) -> tuple[np.nda
             low[half * 64 :][:32] = (quarters[0] & 15) | (quarters[2] & 15) << 4
             low[half * 64 + 32 :][:32] = (quarters[1] & 15) | (quarters[3] & 15) << 4
             high[half * 32 :][:32] = sum((quarters[k] >> 4) << 2 * k for k in range(4))
-        packed.append(np.concatenate([low, high, scale.astype(np.int8).view(np.uint8), np.array([d]).view(np.uint8)]))
+        packed.append(
+            np.concatenate(
+                [low, high, scale.astype(np.int8).view(np.uint8), np.array([d]).view(np.uint8)]
+            )
+        )
         values.append(np.float32(d) * np.repeat(scale, 16) * (q - 32))
-    return np.stack(packed).reshape(shape[0], -1), np.stack(values).astype(np.float32).reshape(shape)
+    return np.stack(packed).reshape(shape[0], -1), np.stack(values).astype(np.float32).reshape(
+        shape
+    )

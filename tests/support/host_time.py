@@ -58,7 +58,9 @@ def main() -> None:
                 def step(plan=plan, programs=programs) -> None:  # type: ignore[no-untyped-def]
                     packed = pack_step(plan, LLAMA.geometry(), device.arena.num_pages)
                     program = programs.program(packed)
-                    program.load(packed, [chunk.sample for chunk in plan.chunks if chunk.sample], None)
+                    program.load(
+                        packed, [chunk.sample for chunk in plan.chunks if chunk.sample], None
+                    )
                     program.run()
                     program.collect()
 

@@ -21,7 +21,24 @@ Case = tuple[str, tuple[str, ...], Any]
 """File, place in it, and the value there."""
 HUGE = 10**400
 VALUES: tuple[Any, ...] = (
-    *(0, -1, 1, 3, 10**9, 2**31, 2**63, 10**19, HUGE, -HUGE, 1e308, 1e-320, -1.5, 2.0, math.nan, math.inf),
+    *(
+        0,
+        -1,
+        1,
+        3,
+        10**9,
+        2**31,
+        2**63,
+        10**19,
+        HUGE,
+        -HUGE,
+        1e308,
+        1e-320,
+        -1.5,
+        2.0,
+        math.nan,
+        math.inf,
+    ),
     *(
         "",
         "x" * 100_000,
@@ -43,33 +60,103 @@ for _ in range(400):
     DEEP = [DEEP]
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "architectures"),
-    *("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "dtype", "torch_dtype", "sliding_window"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "quantization_config", "eos_token_id", "layer_types"),
-    *("original_max_position_embeddings", "partial_rotary_factor", "max_window_layers", "auto_map", "unknown"),
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "hidden_act",
+        "architectures",
+    ),
+    *(
+        "model_type",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "dtype",
+        "torch_dtype",
+        "sliding_window",
+    ),
+    *(
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "quantization_config",
+        "eos_token_id",
+        "layer_types",
+    ),
+    *(
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "max_window_layers",
+        "auto_map",
+        "unknown",
+    ),
 )
 BY_ARCHITECTURE = ("sliding_window", "layer_types", "max_window_layers")
-ROPE = ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
+ROPE = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+)
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 2.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-    "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": 1.0}
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": 1.0,
+    }
     | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 QUANTISED: tuple[dict[str, Any], ...] = (
-    {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq", "dynamic": {}},
+    {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "checkpoint_format": "gptq",
+        "dynamic": {},
+    },
     {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
     {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
-    {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"},
+    {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+    },
     {"quant_method": "gguf", "bits": 4},
     {"quant_method": "manylora", "format": "q3.5"},
     {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
 )
-WEIGHTS = {"num_bits": 4, "type": "int", "group_size": 128, "strategy": "group", "block_structure": [1, 1]}
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "group_size": 128,
+    "strategy": "group",
+    "block_structure": [1, 1],
+}
 RESULTS = "results.json"
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
-TOKENIZER = ("eos_token", "bos_token", "chat_template", "model_max_length", "tokenizer_class", "added_tokens_decoder")
+TOKENIZER = (
+    "eos_token",
+    "bos_token",
+    "chat_template",
+    "model_max_length",
+    "tokenizer_class",
+    "added_tokens_decoder",
+)
 
 
 def cases() -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -78,7 +165,10 @@ def cases() -> Iterator[tuple[Case, dict[str, Any]]]:
     for value in values:
         for key in SIZES:
             for architecture in ("Llama", "Qwen2")[: 2 if key in BY_ARCHITECTURE else 1]:
-                named = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
+                named = {
+                    "architectures": [f"{architecture}ForCausalLM"],
+                    "model_type": architecture.lower(),
+                }
                 yield ("config.json", (key,), value), named
         for kind, fields in KINDS.items():
             for key in {*ROPE, *fields}:
@@ -88,7 +178,10 @@ def cases() -> Iterator[tuple[Case, dict[str, Any]]]:
                 )
         for config in QUANTISED:
             for key in config:
-                yield ("config.json", ("quantization_config", key), value), {"quantization_config": config}
+                yield (
+                    ("config.json", ("quantization_config", key), value),
+                    {"quantization_config": config},
+                )
         for key in WEIGHTS:
             groups = {**QUANTISED[-1], "config_groups": {"group_0": {"weights": WEIGHTS}}}
             place = ("quantization_config", "config_groups", "group_0", "weights", key)
@@ -116,7 +209,9 @@ def read(folder: Path, *, reads_tokenizer: bool = False) -> str | None:
     from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 
     config = Config(
-        model=ModelConfig(path=str(folder), device="cpu"), memory=MemoryConfig(gib=0.1), server=ServerConfig()
+        model=ModelConfig(path=str(folder), device="cpu"),
+        memory=MemoryConfig(gib=0.1),
+        server=ServerConfig(),
     )
     try:
         read_eos_token_ids(folder)
@@ -145,7 +240,9 @@ def main(folder: Path) -> None:
     for (name, place, value), more in cases():
         for each, content in usual.items():
             content = {**content, **more} if each == "config.json" else content
-            (folder / each).write_text(json.dumps(with_value(content, place, value) if each == name else content))
+            (folder / each).write_text(
+                json.dumps(with_value(content, place, value) if each == name else content)
+            )
         began = time.process_time()
         try:
             problem = read(folder, reads_tokenizer=name == "tokenizer_config.json")

@@ -9,13 +9,19 @@ from typing import Any
 from manylora_server import ManyloraServer
 
 PATIENCE_S = 180.0
-KEPT = frozenset({"pages:free", "pages:adapter", "pages:prefix", "host_pages:free", "host_pages:adapter"})
+KEPT = frozenset(
+    {"pages:free", "pages:adapter", "pages:prefix", "host_pages:free", "host_pages:adapter"}
+)
 """Adapters and cached prefixes may stay: their pages are given to any request that needs them."""
 
 
 def held_by_requests(state: dict[str, Any]) -> dict[str, int]:
     """What is held for requests, by what it is; empty when all of it is back."""
-    counts = {"running": state["running"], "waiting": state["waiting"], "http": state["http_requests"]}
+    counts = {
+        "running": state["running"],
+        "waiting": state["waiting"],
+        "http": state["http_requests"],
+    }
     for group in ("pages", "host_pages"):
         counts |= {f"{group}:{kind}": number for kind, number in state[group].items()}
     return {name: count for name, count in counts.items() if count and name not in KEPT}

@@ -63,7 +63,10 @@ class Implementation:
     def kernels(self) -> Kernels:
         """Its operations; memory that they get uninitialised holds NaN."""
         kernels = self.make()
-        return replace(kernels, **{field.name: _poisoned(getattr(kernels, field.name)) for field in fields(kernels)})
+        return replace(
+            kernels,
+            **{field.name: _poisoned(getattr(kernels, field.name)) for field in fields(kernels)},
+        )
 
     @property
     def is_bitwise(self) -> bool:
@@ -83,7 +86,9 @@ class Implementation:
         """Of a product, relative to `ROW_TOLERANCES`."""
         return 0.25 if dtype == F32 and self.device == CPU and not self.is_interpreted else 1
 
-    def randn(self, shape: tuple[int, ...], dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+    def randn(
+        self, shape: tuple[int, ...], dtype: torch.dtype = F32, seed: int = 0
+    ) -> torch.Tensor:
         """Random numbers, twice as large as usual, on its device."""
         generator = torch.Generator().manual_seed(seed)
         return (torch.randn(shape, generator=generator) * 2).to(dtype).to(self.device)
@@ -92,7 +97,9 @@ class Implementation:
 TORCH = Implementation("torch", torch_kernels, (F32, F16, BF16), has_rounded_scores=True)
 NATIVE = [Implementation(build, native_kernels, (F32, BF16), build=build) for build in BUILDS]
 TRITON = (
-    Implementation("triton", triton_kernels, (F32, BF16))  # which computes in float32 whatever the dtype
+    Implementation(
+        "triton", triton_kernels, (F32, BF16)
+    )  # which computes in float32 whatever the dtype
     if INTERPRETS
     else Implementation("triton", triton_kernels, (F32, F16, BF16), torch.device("cuda"))
 )
@@ -117,7 +124,10 @@ IMPLEMENTATIONS = [TRITON] if INTERPRETS else [TORCH, *NATIVE, TRITON]
 def marks(impl: Implementation) -> list[pytest.MarkDecorator]:
     """Where its tests cannot run."""
     if impl.device.type == "cuda":
-        return [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+        return [
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ]
     if impl.build is None:
         return []
     reason = f"this CPU does not run what is compiled for {impl.build}"

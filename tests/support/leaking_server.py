@@ -16,7 +16,9 @@ _kept: list[bytes] = []
 _answer = GenerationResponse.__call__
 
 
-async def _answer_and_leak(self: GenerationResponse, scope: Scope, receive: Receive, send: Send) -> None:
+async def _answer_and_leak(
+    self: GenerationResponse, scope: Scope, receive: Receive, send: Send
+) -> None:
     if os.access(WHILE, os.F_OK):
         _kept.append(os.urandom(LEAKED_BYTES))
     await _answer(self, scope, receive, send)

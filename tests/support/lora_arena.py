@@ -48,7 +48,9 @@ class LoraArena:
         """Pack an adapter into pages of its own, as a load would."""
         with tempfile.TemporaryDirectory() as folder:
             lora.save(Path(folder))
-            checkpoint, layout, images = packed(Path(folder), BASE, self.arena.geometry, self.arena.dtype, MAX_RANK)
+            checkpoint, layout, images = packed(
+                Path(folder), BASE, self.arena.geometry, self.arena.dtype, MAX_RANK
+            )
         pages = [self._free.pop(0) for _ in range(layout.num_pages)]
         self.arena.bytes[pages] = images
         self.tables.write(slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
@@ -68,9 +70,13 @@ class LoraArena:
             expected = y.clone()
             for slot in sorted(set(row_slots) & set(self.loras)):
                 rows = [row for row, row_slot in enumerate(row_slots) if row_slot == slot]
-                expected[rows] = (y[rows].double() + self.loras[slot].delta(layer, site, x[rows])).to(y.dtype)
+                expected[rows] = (
+                    y[rows].double() + self.loras[slot].delta(layer, site, x[rows])
+                ).to(y.dtype)
             assert_close(output, expected)
-            base_rows = [row for row, row_slot in enumerate(row_slots) if row_slot not in self.loras]
+            base_rows = [
+                row for row, row_slot in enumerate(row_slots) if row_slot not in self.loras
+            ]
             assert torch.equal(output[base_rows], y[base_rows])
 
     def _inputs(self, num_rows: int) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
@@ -78,7 +84,9 @@ class LoraArena:
         inputs = {}
         for layer in range(BASE.num_layers):
             for site, shape in enumerate(SITES):
-                x = torch.randn(num_rows, BASE.modules[shape.modules[0]].in_features, generator=generator)
+                x = torch.randn(
+                    num_rows, BASE.modules[shape.modules[0]].in_features, generator=generator
+                )
                 y = torch.randn(num_rows, sum(BASE.site_widths(site)), generator=generator)
                 inputs[layer, site] = (x.to(self.arena.dtype), y.to(self.arena.dtype))
         return inputs
@@ -97,12 +105,20 @@ def mixed_loras() -> list[RandomLora]:
         random_lora(BASE, 1, seed=4, alpha=3.0),
         random_lora(BASE, 4, seed=5, layers=(1,)),
         random_lora(BASE, 24, seed=6, modules=(3, 6), alpha=8.0, use_rslora=True),
-        random_lora(BASE, 8, seed=7, rank_pattern={"q_proj": 32, "up_proj": 2}, alpha_pattern={"v_proj": 5.0}),
+        random_lora(
+            BASE,
+            8,
+            seed=7,
+            rank_pattern={"q_proj": 32, "up_proj": 2},
+            alpha_pattern={"v_proj": 5.0},
+        ),
         random_lora(BASE, 8, seed=8, modules=(4, 5)),
     ]
 
 
-def fill(dtype: torch.dtype = torch.float32, loras: Sequence[RandomLora] | None = None) -> LoraArena:
+def fill(
+    dtype: torch.dtype = torch.float32, loras: Sequence[RandomLora] | None = None
+) -> LoraArena:
     lora_arena = LoraArena(dtype)
     for slot, lora in enumerate(mixed_loras() if loras is None else loras):
         lora_arena.put(slot, lora)

@@ -44,7 +44,9 @@ class RawTensor:
     data: bytes
 
 
-def base_shape(hidden: int = 64, intermediate: int = 112, kv: int = 32, num_layers: int = 2) -> BaseShape:
+def base_shape(
+    hidden: int = 64, intermediate: int = 112, kv: int = 32, num_layers: int = 2
+) -> BaseShape:
     """A base with these sizes; the defaults are a toy."""
     sizes = (
         (hidden, hidden),
@@ -55,7 +57,9 @@ def base_shape(hidden: int = 64, intermediate: int = 112, kv: int = 32, num_laye
         (hidden, intermediate),
         (intermediate, hidden),
     )
-    modules = tuple(ModuleShape(path, *size) for path, size in zip(MODULE_PATHS, sizes, strict=True))
+    modules = tuple(
+        ModuleShape(path, *size) for path, size in zip(MODULE_PATHS, sizes, strict=True)
+    )
     return BaseShape(digest="sha256:" + "0" * 64, num_layers=num_layers, modules=modules)
 
 
@@ -67,9 +71,15 @@ def encode(values: np.ndarray[Any, Any], dtype: str) -> bytes:
     return bits.tobytes() if dtype == "F32" else (bits.view("<u4") >> 16).astype("<u2").tobytes()
 
 
-def tensor(shape: tuple[int, ...], dtype: str = "F32", value: float | None = None, seed: int = 0) -> RawTensor:
+def tensor(
+    shape: tuple[int, ...], dtype: str = "F32", value: float | None = None, seed: int = 0
+) -> RawTensor:
     """A tensor of small random numbers, or of one value."""
-    values = np.random.default_rng(seed).normal(0, 0.02, shape) if value is None else np.full(shape, value)
+    values = (
+        np.random.default_rng(seed).normal(0, 0.02, shape)
+        if value is None
+        else np.full(shape, value)
+    )
     return RawTensor(dtype, shape, encode(values, dtype))
 
 
@@ -95,7 +105,9 @@ def lora_tensors(
 
 def q_and_v(base: BaseShape, rank: int = 8) -> dict[str, RawTensor]:
     """The tensors of an adapter on q_proj and v_proj of every layer."""
-    return lora_tensors(base, {(layer, module): rank for layer in range(base.num_layers) for module in (0, 2)})
+    return lora_tensors(
+        base, {(layer, module): rank for layer in range(base.num_layers) for module in (0, 2)}
+    )
 
 
 def header_of(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
@@ -114,11 +126,17 @@ def container(header: bytes, data: bytes = b"", length: int | None = None) -> by
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
-def weights_bytes(tensors: Mapping[str, RawTensor], header: Mapping[str, Any] | None = None) -> bytes:
+def weights_bytes(
+    tensors: Mapping[str, RawTensor], header: Mapping[str, Any] | None = None
+) -> bytes:
     """A safetensors file; `header` overrides the true one."""
-    written = json.dumps({"__metadata__": {"format": "pt"}, **(header_of(tensors) if header is None else header)})
+    written = json.dumps(
+        {"__metadata__": {"format": "pt"}, **(header_of(tensors) if header is None else header)}
+    )
     raw = written.encode()
-    return container(raw + b" " * (-len(raw) % 8), b"".join(raw_tensor.data for raw_tensor in tensors.values()))
+    return container(
+        raw + b" " * (-len(raw) % 8), b"".join(raw_tensor.data for raw_tensor in tensors.values())
+    )
 
 
 def config_bytes(**fields: Any) -> bytes:

@@ -44,17 +44,27 @@ async def fill(data_dir: Path, admin_key: str, now: datetime, events: int = 100_
             owner = await registry.tenants.create_tenant(f"tenant-{tenant:02}")
             key, _ = await registry.keys.create_key(owner.name, "app")
             for number in range(ADAPTERS // TENANTS):
-                name, adapter_id = f"adapter-{tenant:02}-{number:02}", f"adp_{tenant:02}_{number:02}"
+                name, adapter_id = (
+                    f"adapter-{tenant:02}-{number:02}",
+                    f"adp_{tenant:02}_{number:02}",
+                )
                 version = facts(name)
                 rows += _published(owner, adapter_id, name, version, now)
                 ids = {"tenant_id": owner.id, "key_id": key.id, "adapter_id": adapter_id}
-                owned.append({**ids, "tenant": owner.name, "adapter": name, "adapter_digest": version.digest})
+                owned.append(
+                    {**ids, "tenant": owner.name, "adapter": name, "adapter_digest": version.digest}
+                )
     finally:
         await registry.close()
     database = await Database.open(None, data_dir)
     try:
         async with database.write() as session:
-            for kind in (AdapterRow, VersionRow, AliasRow, AuditRow):  # each after those that it refers to
+            for kind in (
+                AdapterRow,
+                VersionRow,
+                AliasRow,
+                AuditRow,
+            ):  # each after those that it refers to
                 session.add_all(row for row in rows if isinstance(row, kind))
                 await session.flush()
     finally:
@@ -81,15 +91,30 @@ async def fill(data_dir: Path, admin_key: str, now: datetime, events: int = 100_
     )
 
 
-def _published(owner: TenantRow, adapter_id: str, name: str, facts: VersionFacts, now: datetime) -> list[Base]:
+def _published(
+    owner: TenantRow, adapter_id: str, name: str, facts: VersionFacts, now: datetime
+) -> list[Base]:
     """The rows that publishing an adapter's first version writes; 500 transactions would take seconds."""
     values = {field.name: getattr(facts, field.name) for field in fields(VersionFacts)}
     values |= {"spec": facts.spec.canonical(), "target_modules": list(facts.target_modules)}
-    own = {"tenant_id": owner.id, "tenant": owner.name, "name": name, "pinned_copies": 0, "next_version": 2}
+    own = {
+        "tenant_id": owner.id,
+        "tenant": owner.name,
+        "name": name,
+        "pinned_copies": 0,
+        "next_version": 2,
+    }
     told = {"digest": facts.digest, "activate": True}
     return [
         AdapterRow(id=adapter_id, created_at=now, **own),
         VersionRow(adapter_id=adapter_id, version=1, created_at=now, **values),
         AliasRow(adapter_id=adapter_id, alias=DEFAULT_ALIAS, version=1, weight=1),
-        AuditRow(at=now, actor=ADMIN, action="adapter.publish", tenant=owner.name, target=f"{name}@1", detail=told),
+        AuditRow(
+            at=now,
+            actor=ADMIN,
+            action="adapter.publish",
+            tenant=owner.name,
+            target=f"{name}@1",
+            detail=told,
+        ),
     ]

@@ -39,7 +39,13 @@ class Cluster:
         data_dir.mkdir(parents=True, exist_ok=True)
         (data_dir / "server-id").write_text(f"srv_{folder}\n")
         server = self._start(
-            folder, "--role", "replica", "--memory-gib", "0.0625", "--blob-url", str(self.root / "blobs")
+            folder,
+            "--role",
+            "replica",
+            "--memory-gib",
+            "0.0625",
+            "--blob-url",
+            str(self.root / "blobs"),
         )
         name = (server.data_dir / "server-id").read_text().strip()
         self.replicas[name] = server
@@ -53,7 +59,9 @@ class Cluster:
     def _start(self, folder: str, *arguments: str) -> ManyloraServer:
         place = self.root / folder
         return self.stack.enter_context(
-            manylora_server(place, *arguments, "--database-url", self.database_url, MANYLORA_PEPPER=PEPPER)
+            manylora_server(
+                place, *arguments, "--database-url", self.database_url, MANYLORA_PEPPER=PEPPER
+            )
         )
 
     def servers(self) -> dict[str, dict[str, Any]]:
@@ -64,7 +72,9 @@ class Cluster:
         """Wait until these replicas, and no others, take requests for the gateway."""
 
         def is_so() -> bool:
-            return {name for name, seen in self.servers().items() if "running" in seen} == set(ready)
+            return {name for name, seen in self.servers().items() if "running" in seen} == set(
+                ready
+            )
 
         wait_until(is_so)
 
@@ -81,11 +91,15 @@ class Cluster:
         for each in victims:
             each.send_signal(signal.SIGKILL)
         server.process.wait()
-        self.replicas = {name: other for name, other in self.replicas.items() if other is not server}
+        self.replicas = {
+            name: other for name, other in self.replicas.items() if other is not server
+        }
 
 
 @contextmanager
-def manylora_cluster(root: Path, num_replicas: int, database_url: str | None = None) -> Iterator[Cluster]:
+def manylora_cluster(
+    root: Path, num_replicas: int, database_url: str | None = None
+) -> Iterator[Cluster]:
     """Start replicas and a gateway, and wait until it sees all of them."""
     with ExitStack() as stack:
         root.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,11 @@ def free_port() -> int:
     raise RuntimeError("no port is free")
 
 
-STEADY_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+STEADY_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+}
 """Environment of a server whose RSS follows what is allocated. With an arena for each thread, and thresholds that rise,
 it grows by leaps."""
 
@@ -76,7 +80,9 @@ class ManyloraServer:
 
     def client(self, key: str | None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, verify=NO_TLS)
+        return httpx.Client(
+            base_url=self.url, headers=headers, timeout=60, trust_env=False, verify=NO_TLS
+        )
 
     def tenant(self, name: str) -> httpx.Client:
         """A client of this tenant; the tenant is made on first use."""
@@ -139,7 +145,9 @@ class ManyloraServer:
         return self.process.wait(timeout=60)
 
 
-def upload_bytes(client: httpx.Client, name: str, config: bytes, weights: bytes, **fields: str) -> httpx.Response:
+def upload_bytes(
+    client: httpx.Client, name: str, config: bytes, weights: bytes, **fields: str
+) -> httpx.Response:
     return client.post(
         "/v1/adapters",
         data={"name": name, **fields},
@@ -176,11 +184,17 @@ def manylora_server(
         **environment,
     }
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=data_dir)
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=data_dir
+        )
     try:
         # It takes a free port itself: one chosen here could be gone by then.
-        announced = _wait(lambda: ANNOUNCEMENT.search(log.read_text()), process, log, START_TIMEOUT_S)
-        server = ManyloraServer(url=announced[1], process=process, data_dir=data_dir / "data", log=log)
+        announced = _wait(
+            lambda: ANNOUNCEMENT.search(log.read_text()), process, log, START_TIMEOUT_S
+        )
+        server = ManyloraServer(
+            url=announced[1], process=process, data_dir=data_dir / "data", log=log
+        )
         try:
             server.wait_ready()
             yield server
@@ -209,7 +223,10 @@ def engines(server: ManyloraServer) -> list[psutil.Process]:
 
 
 def _wait(
-    condition: Callable[[], Result | None], process: subprocess.Popen[bytes], log: Path, timeout_s: float
+    condition: Callable[[], Result | None],
+    process: subprocess.Popen[bytes],
+    log: Path,
+    timeout_s: float,
 ) -> Result:
     """What the condition comes to, once it is true."""
     deadline = time.monotonic() + timeout_s
@@ -227,7 +244,9 @@ def expected_answers() -> dict[str, Any]:
     return dict(json.loads((DEMO_MODEL.parent / "expected.json").read_text()))
 
 
-def stream_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+def stream_events(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> Iterator[dict[str, Any] | str]:
     """Server-sent events of a streaming call: JSON objects, and "[DONE]" at the end."""
     with client.stream("POST", path, json={**body, "stream": True}) as answer:
         if answer.status_code != 200:

@@ -37,8 +37,28 @@ META, BF16 = torch.device("meta"), torch.bfloat16
 LLAMA = next(shape for shape in MODELS if shape.name == "Llama-3-8B")
 VOCAB_SIZE, MAX_MODEL_LEN, NUM_PAGES, SLOTS, RANK = 128_256, 131_072, 50_001, 256, 16
 FREE = {
-    *("view", "as_strided", "slice", "select", "split", "split_with_sizes", "empty", "new_empty", "empty_like"),
-    *("transpose", "t", "unsqueeze", "expand", "detach", "alias", "_unsafe_view", "empty_strided", "squeeze"),
+    *(
+        "view",
+        "as_strided",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "empty",
+        "new_empty",
+        "empty_like",
+    ),
+    *(
+        "transpose",
+        "t",
+        "unsqueeze",
+        "expand",
+        "detach",
+        "alias",
+        "_unsafe_view",
+        "empty_strided",
+        "squeeze",
+    ),
     *("permute", "unbind", "new_empty_strided", "lift_fresh", "flatten"),
 }
 """Operations of torch that launch nothing."""
@@ -52,10 +72,17 @@ def step_device(device: torch.device = META, *, has_head_norms: bool = False) ->
     geometry, base, kernels = LLAMA.geometry(), LLAMA.base(), triton_kernels()
     arena = Arena(geometry, NUM_PAGES if device == META else 4001, device, BF16)
     tables = AdapterTables(SLOTS, base, 64, geometry, device)
-    ranks = {(layer, module): RANK for layer in range(LLAMA.num_layers) for module in range(len(MODULE_PATHS))}
+    ranks = {
+        (layer, module): RANK
+        for layer in range(LLAMA.num_layers)
+        for module in range(len(MODULE_PATHS))
+    }
     layout = plan_layout(ranks, base, geometry)
     for slot in range(64):
-        pages = [1 + (slot * layout.num_pages + page) % (NUM_PAGES - 1) for page in range(layout.num_pages)]
+        pages = [
+            1 + (slot * layout.num_pages + page) % (NUM_PAGES - 1)
+            for page in range(layout.num_pages)
+        ]
         tables.write(slot, layout, pages, ranks, dict.fromkeys(ranks, 0.5))
     half = LLAMA.head_dim // 2
     table = torch.zeros(MAX_MODEL_LEN if device == META else 8192, half, device=device)
@@ -110,7 +137,9 @@ def a_plan(
     chunks = []
     for index, context in enumerate(contexts):
         table = BlockTable(geometry)
-        table.append([rng.randrange(1, 4001) for _ in range(geometry.blocks(context) * geometry.num_groups)])
+        table.append(
+            [rng.randrange(1, 4001) for _ in range(geometry.blocks(context) * geometry.num_groups)]
+        )
         slot = index * 7 % num_adapters if num_adapters else None
         chunks.append(
             Chunk(
@@ -118,7 +147,9 @@ def a_plan(
                 token_ids=[5] * rows,
                 start=context - rows,
                 block_table=table.pages,
-                adapter=None if slot is None else SlotLease(slot=slot, generation=1, digest=str(slot)),
+                adapter=None
+                if slot is None
+                else SlotLease(slot=slot, generation=1, digest=str(slot)),
                 sample=SampleSpec(params=params, seed=index, choice_index=0, output_index=index),
             )
         )

@@ -11,7 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SCRAPE_LABELS = {"job", "instance"}
 """What Prometheus adds to everything it scrapes."""
-FOREIGN = {"up": SCRAPE_LABELS, "ALERTS": {*SCRAPE_LABELS, "alertname", "alertstate", "severity", "tenant"}}
+FOREIGN = {
+    "up": SCRAPE_LABELS,
+    "ALERTS": {*SCRAPE_LABELS, "alertname", "alertstate", "severity", "tenant"},
+}
 """Series that Prometheus makes itself."""
 _SELECTOR = re.compile(r"\b([a-z_]+:\w+(?::\w+)?|manylora_\w+|up|ALERTS)\b\s*(\{[^{}]*\})?")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
@@ -44,7 +47,10 @@ def series_of(page: str) -> dict[str, dict[str, set[str]]]:
 
 def families_of(page: str) -> dict[str, set[str]]:
     """Names of samples by family: a histogram's three are one family."""
-    return {family.name: {sample.name for sample in family.samples} for family in text_string_to_metric_families(page)}
+    return {
+        family.name: {sample.name for sample in family.samples}
+        for family in text_string_to_metric_families(page)
+    }
 
 
 def question(expr: str) -> Question:
@@ -75,10 +81,19 @@ def wrong_with(asked: Question, known: Series, shown: Iterable[str] = ()) -> lis
         if name not in known and name not in FOREIGN:
             wrong.append(f"there is no {name}")
             continue
-        labels = {**{label: set() for label in FOREIGN.get(name, SCRAPE_LABELS)}, **known.get(name, {})}
-        wrong += [f"{name} has no label {label}" for label in {*matched, *asked.grouped_by} - set(labels)]
+        labels = {
+            **{label: set() for label in FOREIGN.get(name, SCRAPE_LABELS)},
+            **known.get(name, {}),
+        }
+        wrong += [
+            f"{name} has no label {label}" for label in {*matched, *asked.grouped_by} - set(labels)
+        ]
         for label, values in matched.items():
-            if missing := values - labels.get(label, set()) if label not in SCRAPE_LABELS and name in known else set():
+            if (
+                missing := values - labels.get(label, set())
+                if label not in SCRAPE_LABELS and name in known
+                else set()
+            ):
                 wrong.append(f"{name} has no {label} {sorted(missing)}")
         left = asked.grouped_by or set(labels)
         wrong += [f"the legend shows {label}, which is not left" for label in set(shown) - left]

@@ -17,18 +17,96 @@ from lora_files import RawTensor, config_bytes, container, header_of, lora_tenso
 from manylora.adapters.base_shape import MODULE_PATHS, BaseShape
 
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 4, 8, 16, 64, 65, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, 0.5, 8.0, -0.0, 1e-300),
-    *(1e308, float("nan"), float("inf"), "", "8", "q_proj", "a\0b", "\ud800", "x" * 5000, EVIL_REGEX, ".*", "../x"),
-    *([], {}, [None], [[8]], ["q_proj"], {"q_proj": 8}, {"q_proj": 1e308}, {".*": 4}, {"": 8}, [0, 1], [[0, 2]]),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        4,
+        8,
+        16,
+        64,
+        65,
+        2**31,
+        2**53 + 1,
+        2**63,
+        2**64,
+        10**30,
+        0.5,
+        8.0,
+        -0.0,
+        1e-300,
+    ),
+    *(
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "8",
+        "q_proj",
+        "a\0b",
+        "\ud800",
+        "x" * 5000,
+        EVIL_REGEX,
+        ".*",
+        "../x",
+    ),
+    *(
+        [],
+        {},
+        [None],
+        [[8]],
+        ["q_proj"],
+        {"q_proj": 8},
+        {"q_proj": 1e308},
+        {".*": 4},
+        {"": 8},
+        [0, 1],
+        [[0, 2]],
+    ),
     *("F32", "F16", "BF16", "F64", "I8", "U8", "BOOL", "F8_E4M3", "PICKLE", "f32", "x" * 66_000),
 )
 STEPS = (-1000, -64, -8, -4, -1, 1, 4, 8, 56, 2**32, 2**63)
 WORDS = (
-    *("model", "layers", "0", "1", "01", "-1", "99", "self_attn", "mlp", "q_proj", "gate_proj", "lm_head", "weight"),
-    *("lora_A", "lora_B", "lora_A.default", "bias", "base_layer", "..", "/etc/passwd", "é", "\0", "", "x" * 300),
+    *(
+        "model",
+        "layers",
+        "0",
+        "1",
+        "01",
+        "-1",
+        "99",
+        "self_attn",
+        "mlp",
+        "q_proj",
+        "gate_proj",
+        "lm_head",
+        "weight",
+    ),
+    *(
+        "lora_A",
+        "lora_B",
+        "lora_A.default",
+        "bias",
+        "base_layer",
+        "..",
+        "/etc/passwd",
+        "é",
+        "\0",
+        "",
+        "x" * 300,
+    ),
 )
 NUMBERS = (
-    *(b"\x00\x00\xc0\x7f", b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff", b"\x01\x00\x80\x7f"),
+    *(
+        b"\x00\x00\xc0\x7f",
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x80\x7f",
+        b"\x00\x00\x80\xff",
+        b"\x01\x00\x80\x7f",
+    ),
     *(b"\x00\x7c", b"\x00\xfc", b"\x01\x7e", b"\xff\x7f"),
     *(b"\x00\x40\x1c\x46", b"\x00\x00\x00\x80", b"\x01\x00\x00\x00"),
 )
@@ -120,7 +198,9 @@ def _written(rng: random.Random, tree: dict[str, Any]) -> bytes:
     """The JSON, with a byte changed blindly now and then."""
     raw = json.dumps(tree).encode("utf-8", "surrogatepass")
     at = rng.randrange(len(raw))
-    return raw[:at] + rng.choice(PIECES) + raw[at + rng.randrange(3) :] if rng.random() < 0.05 else raw
+    return (
+        raw[:at] + rng.choice(PIECES) + raw[at + rng.randrange(3) :] if rng.random() < 0.05 else raw
+    )
 
 
 @cache

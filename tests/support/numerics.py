@@ -13,10 +13,14 @@ ROW_TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2.0*
 """Of a kernel and its oracle; bfloat16 allows for the truncating stores of Triton's interpreter."""
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
     """Compare within the tolerance of `dtype` (default: that of `actual`)."""
     tolerance = TOLERANCES[dtype or actual.dtype]
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance["rtol"], atol=tolerance["atol"])
+    torch.testing.assert_close(
+        actual.float(), expected.float(), rtol=tolerance["rtol"], atol=tolerance["atol"]
+    )
 
 
 def assert_rows_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
@@ -25,7 +29,9 @@ def assert_rows_close(actual: torch.Tensor, expected: torch.Tensor, scale: float
     assert actual.dtype == expected.dtype
     actual, expected, dtype = actual.double().cpu(), expected.double().cpu(), actual.dtype
     assert bool(torch.isfinite(expected).all())
-    assert bool(torch.isfinite(actual).all()), f"{int((~torch.isfinite(actual)).sum())} values are not finite"
+    assert bool(torch.isfinite(actual).all()), (
+        f"{int((~torch.isfinite(actual)).sum())} values are not finite"
+    )
     magnitude = expected.abs().amax(-1, keepdim=True).clamp(min=1e-3)
     error = ((actual - expected).abs() / magnitude).max().item() if actual.numel() else 0.0
     assert error <= scale * ROW_TOLERANCES[dtype], f"relative error {error:.2e}"

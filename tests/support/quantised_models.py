@@ -39,7 +39,12 @@ class QuantisedModel:
 
 
 def make_quantised(
-    source: Path, folder: Path, config: Mapping[str, Any], encode: Encode, *, plain: tuple[str, ...] = ()
+    source: Path,
+    folder: Path,
+    config: Mapping[str, Any],
+    encode: Encode,
+    *,
+    plain: tuple[str, ...] = (),
 ) -> QuantisedModel:
     """Write the model in `source` quantised, and in floats, into two folders below `folder`.
 
@@ -62,7 +67,9 @@ def make_quantised(
     as_checkpoint(source, made.stored, stored)
     as_checkpoint(source, made.decoded, decoded)
     settings = json.loads((source / "config.json").read_text())
-    (made.stored / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
+    (made.stored / "config.json").write_text(
+        json.dumps({**settings, "quantization_config": config})
+    )
     return made
 
 
@@ -70,7 +77,9 @@ def as_checkpoint(source: Path, folder: Path, tensors: Tensors) -> Path:
     """Write `source` with other weights into `folder`, and return `folder`."""
     shutil.copytree(source, folder)
     save_file(
-        {name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"}
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+        folder / WEIGHTS,
+        {"format": "pt"},
     )
     return folder
 

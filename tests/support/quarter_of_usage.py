@@ -18,8 +18,13 @@ def quarter() -> list[UsageEvent]:
     """The events, in the order in which they ended; a few adapters have most of them, a tenth are of the base."""
     rng = random.Random(90)
     seconds = sorted(rng.uniform(0, 90 * 86_400) for _ in range(EVENTS))
-    adapters = rng.choices(range(ADAPTERS), weights=[1 / (5 + n) for n in range(ADAPTERS)], k=EVENTS)
-    return [_event(number, *each, rng) for number, each in enumerate(zip(seconds, adapters, strict=True))]
+    adapters = rng.choices(
+        range(ADAPTERS), weights=[1 / (5 + n) for n in range(ADAPTERS)], k=EVENTS
+    )
+    return [
+        _event(number, *each, rng)
+        for number, each in enumerate(zip(seconds, adapters, strict=True))
+    ]
 
 
 def _event(number: int, seconds: float, adapter: int, rng: random.Random) -> UsageEvent:

@@ -31,11 +31,40 @@ from tool_models import family
 Schema = dict[str, Any]
 PATTERNS = ["^[a-z]{1,4}$", "^(ab|cd)+$", "[0-9]", "^x.?y$", r"^\d{3}-\d{2}$", r"^\w*$", "^$"]
 UNKNOWN_FORMATS = ["password", "byte", "binary", "path", "uri-reference", "regex", "no such format"]
-VALUES: list[Any] = [None, True, 0, -3, 2.5, "", "text", 'a "quoted" \\ one', "é", [], [1, "a"], {}, {"k": [None]}]
-WIDE = [2**53 - 1, 2**53, 2**53 + 1, 10**16 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 1, 10**19, 10**30 + 7, 1e19, 1e22]
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -3,
+    2.5,
+    "",
+    "text",
+    'a "quoted" \\ one',
+    "é",
+    [],
+    [1, "a"],
+    {},
+    {"k": [None]},
+]
+WIDE = [
+    2**53 - 1,
+    2**53,
+    2**53 + 1,
+    10**16 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    2**64 + 1,
+    10**19,
+    10**30 + 7,
+    1e19,
+    1e22,
+]
 VALUES += [*WIDE, -(2**63), -0.0, 1.0, 1e-7, 0.1, {"k": [2**53 + 1]}, [[-(2**64) - 1]]]
 MAX_DEPTH = 4
-RAW_WORDS = re.compile(r"NoExtension|verbose|lexe|llguidance|%json|start:|regex parse|panic|<state>|Expected|\n")
+RAW_WORDS = re.compile(
+    r"NoExtension|verbose|lexe|llguidance|%json|start:|regex parse|panic|<state>|Expected|\n"
+)
 """What no refusal may say."""
 
 
@@ -55,7 +84,9 @@ class _Exact(json.JSONDecoder):
 
 _TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
     "integer",
-    lambda _, value: type(value) is int or (isinstance(value, Decimal) and value == value.to_integral_value()),
+    lambda _, value: (
+        type(value) is int or (isinstance(value, Decimal) and value == value.to_integral_value())
+    ),
 )
 _EXACTLY = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=_TYPES)
 
@@ -67,11 +98,17 @@ def random_schema(seed: int) -> Schema:
     draw = rng.random()
     if draw < 0.2:
         schema["$defs"] = {"node": _schema(rng, 1), "leaf": _leaf(rng)}
-        tree = {"type": "object", "properties": {"leaf": _ref("leaf"), "node": _ref("node")}, "required": ["leaf"]}
-        schema["$defs"]["tree"] = tree | {"additionalProperties": False}
-        schema = {"type": "array", "items": _ref(rng.choice(["node", "leaf", "tree"])), "maxItems": 2} | {
-            "$defs": schema["$defs"]
+        tree = {
+            "type": "object",
+            "properties": {"leaf": _ref("leaf"), "node": _ref("node")},
+            "required": ["leaf"],
         }
+        schema["$defs"]["tree"] = tree | {"additionalProperties": False}
+        schema = {
+            "type": "array",
+            "items": _ref(rng.choice(["node", "leaf", "tree"])),
+            "maxItems": 2,
+        } | {"$defs": schema["$defs"]}
     elif draw < 0.35:
         schema = _recursive(rng)
     return schema
@@ -92,12 +129,25 @@ def _recursive(rng: random.Random) -> Schema:
         if draw < 0.4:
             own = {"v": part(), "w": part()}
             required = [name for name in own if rng.random() < 0.4]
-            return {"type": "object", "properties": own, "required": required, "additionalProperties": False}
+            return {
+                "type": "object",
+                "properties": own,
+                "required": required,
+                "additionalProperties": False,
+            }
         if draw < 0.7:
-            return {"type": "array", "items": part(), "minItems": rng.choice([0, 0, 1]), "maxItems": 2}
+            return {
+                "type": "array",
+                "items": part(),
+                "minItems": rng.choice([0, 0, 1]),
+                "maxItems": 2,
+            }
         return {"anyOf": [part(later), part(later)]} if draw < 0.9 else part(later)
 
-    return {"$defs": {name: definition(names[index + 1 :]) for index, name in enumerate(names)}, **_ref(names[0])}
+    return {
+        "$defs": {name: definition(names[index + 1 :]) for index, name in enumerate(names)},
+        **_ref(names[0]),
+    }
 
 
 def _ref(name: str) -> Schema:
@@ -118,7 +168,10 @@ def _schema(rng: random.Random, depth: int) -> Schema:
 def _leaf(rng: random.Random) -> Schema:
     kind = rng.randrange(8)
     if kind == 0:
-        return {"type": rng.choice(["boolean", "null", ["integer", "null"], ["string", "boolean"]]), "maxLength": 5}
+        return {
+            "type": rng.choice(["boolean", "null", ["integer", "null"], ["string", "boolean"]]),
+            "maxLength": 5,
+        }
     if kind == 1:
         return {"enum": rng.sample(VALUES, rng.randint(1, 4))}
     if kind == 2:
@@ -138,18 +191,28 @@ def _leaf(rng: random.Random) -> Schema:
             rng.choice(["minimum", "exclusiveMinimum"]): low,
             rng.choice(["maximum", "exclusiveMaximum"]): low + 50,
         }
-        return {"type": "integer", **dict(rng.sample(sorted(bounds.items()), rng.randint(0, 2)))} | (
-            {"multipleOf": rng.choice([2, 3, 10])} if rng.random() < 0.3 else {}
-        )
-    return {"type": "number", "minimum": low / 8, "exclusiveMaximum": low / 8 + rng.choice([0.5, 3, 1000])}
+        return {
+            "type": "integer",
+            **dict(rng.sample(sorted(bounds.items()), rng.randint(0, 2))),
+        } | ({"multipleOf": rng.choice([2, 3, 10])} if rng.random() < 0.3 else {})
+    return {
+        "type": "number",
+        "minimum": low / 8,
+        "exclusiveMaximum": low / 8 + rng.choice([0.5, 3, 1000]),
+    }
 
 
 def _wide_range(rng: random.Random) -> Schema:
     """Numbers with bounds beyond what floats tell apart, and those of int64 and uint64."""
     ends = sorted(rng.choice([-1, 1]) * rng.choice([*WIDE, 0, 5, 1000]) for _ in range(2))
-    lower, upper = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
+    lower, upper = (
+        rng.choice(["minimum", "exclusiveMinimum"]),
+        rng.choice(["maximum", "exclusiveMaximum"]),
+    )
     bounds = dict(rng.sample(list(zip((lower, upper), ends, strict=True)), rng.randint(1, 2)))
-    given: Schema = {"format": rng.choice(["int64", "uint64", "double"])} if rng.random() < 0.3 else {}
+    given: Schema = (
+        {"format": rng.choice(["int64", "uint64", "double"])} if rng.random() < 0.3 else {}
+    )
     kind = rng.choice(["integer", "integer", "number", ["integer", "null"], ["string", "number"]])
     return {"type": kind, **bounds, **given}
 
@@ -166,8 +229,13 @@ def _array(rng: random.Random, depth: int) -> Schema:
 
 
 def _object(rng: random.Random, depth: int) -> Schema:
-    names = rng.sample(["a", "b", "name", "x y", 'q"', "é", "$ref", "x-guidance", "type"], rng.randint(0, 4))
-    schema: Schema = {"type": "object", "properties": {name: _schema(rng, depth + 1) for name in names}}
+    names = rng.sample(
+        ["a", "b", "name", "x y", 'q"', "é", "$ref", "x-guidance", "type"], rng.randint(0, 4)
+    )
+    schema: Schema = {
+        "type": "object",
+        "properties": {name: _schema(rng, depth + 1) for name in names},
+    }
     schema["required"] = [name for name in names if rng.random() < 0.6]
     draw = rng.random()
     if draw < 0.6:
@@ -195,7 +263,9 @@ def check_answer(schema: Schema, text: str) -> None:
     """Raise an error of a validator if a text is not what a schema describes."""
     exact = json.loads(json.dumps(schema), cls=_Exact)
     _EXACTLY(exact).validate(json.loads(text, cls=_Exact))
-    jsonschema_rs.validator_for(_formats_alone(schema), validate_formats=True).validate(json.loads(text))
+    jsonschema_rs.validator_for(_formats_alone(schema), validate_formats=True).validate(
+        json.loads(text)
+    )
 
 
 def _formats_alone(schema: Any) -> Any:
@@ -204,10 +274,26 @@ def _formats_alone(schema: Any) -> Any:
         return [_formats_alone(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    numbers = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    kept = {name: value for name, value in schema.items() if name not in numbers or isinstance(value, dict | bool)}
+    numbers = {
+        "const",
+        "enum",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+    }
+    kept = {
+        name: value
+        for name, value in schema.items()
+        if name not in numbers or isinstance(value, dict | bool)
+    }
     unknown = kept.get("format") in UNKNOWN_FORMATS  # of which it knows some
-    return {name: _formats_alone(value) for name, value in kept.items() if not (name == "format" and unknown)}
+    return {
+        name: _formats_alone(value)
+        for name, value in kept.items()
+        if not (name == "format" and unknown)
+    }
 
 
 def grammar_of(seed: int, folder: Path) -> tuple[str, Schema, bool]:
@@ -220,7 +306,11 @@ def grammar_of(seed: int, folder: Path) -> tuple[str, Schema, bool]:
     if seed % 5 == 0 and schema.get("type") == "object":
         lark, held = tool_grammar(schema)
         return checked_grammar(lark, "schema", folder, parts=[(held, "schema")]).text, held, True
-    return checked_grammar(json_grammar(schema), "schema", folder, parts=[(schema, "schema")]).text, schema, False
+    return (
+        checked_grammar(json_grammar(schema), "schema", folder, parts=[(schema, "schema")]).text,
+        schema,
+        False,
+    )
 
 
 def outcomes_of(llm: LLM, seeds: Sequence[int], max_tokens: int = 120) -> Counter[str]:
@@ -232,18 +322,26 @@ def outcomes_of(llm: LLM, seeds: Sequence[int], max_tokens: int = 120) -> Counte
     outcomes: Counter[str] = Counter()
     grammars, schemas, params = [], [], []
     # Without a hand a random model hardly ever ends a text or a list.
-    ends = {llm.tokenizer.encode(text, add_special_tokens=False)[-1]: 4.0 for text in ('"', "}", "]")}
+    ends = {
+        llm.tokenizer.encode(text, add_special_tokens=False)[-1]: 4.0 for text in ('"', "}", "]")
+    }
     for seed in seeds:
         try:
             lark, schema, is_call = grammar_of(seed, llm.tokenizer.folder)
         except InvalidRequestError as error:
             outcomes["refused"] += 1
-            if RAW_WORDS.search(error.message) or not str(error.param).startswith(("schema", "tools.0")):
-                raise AssertionError(f"seed {seed}: {random_schema(seed)}\n{error.param}: {error.message}") from error
+            if RAW_WORDS.search(error.message) or not str(error.param).startswith(
+                ("schema", "tools.0")
+            ):
+                raise AssertionError(
+                    f"seed {seed}: {random_schema(seed)}\n{error.param}: {error.message}"
+                ) from error
             continue
         grammars.append(lark)
         schemas.append((seed, schema, is_call))
-        params.append(SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, logit_bias=ends))
+        params.append(
+            SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, logit_bias=ends)
+        )
     for (seed, schema, is_call), completion in zip(
         schemas, llm.generate([[1, 2]] * len(params), params, grammar=grammars), strict=True
     ):
@@ -256,5 +354,7 @@ def outcomes_of(llm: LLM, seeds: Sequence[int], max_tokens: int = 120) -> Counte
                     text = text.partition('"arguments": ')[2].rpartition("}")[0]
                 check_answer(schema, text)
             except (ValueError, jsonschema.ValidationError) as error:
-                raise AssertionError(f"seed {seed}: {json.dumps(schema)}\n{completion.text}\n{error}") from error
+                raise AssertionError(
+                    f"seed {seed}: {json.dumps(schema)}\n{completion.text}\n{error}"
+                ) from error
     return outcomes

@@ -40,13 +40,19 @@ def head_of(method: str, path: str, key: str | None, **headers: str) -> bytes:
 def upload_head(key: str | None, length: int | None) -> bytes:
     """The head of an upload with boundary `b`; without a length it comes in chunks."""
     size = {"Transfer_Encoding": "chunked"} if length is None else {"Content_Length": str(length)}
-    return head_of("POST", "/v1/adapters", key, Content_Type="multipart/form-data; boundary=b", **size)
+    return head_of(
+        "POST", "/v1/adapters", key, Content_Type="multipart/form-data; boundary=b", **size
+    )
 
 
 def form_part(name: str, content: bytes, filename: str | None = None) -> bytes:
     """One part of a multipart body with boundary `b`."""
     file = f'; filename="{filename}"' if filename else ""
-    return f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+    return (
+        f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode()
+        + content
+        + b"\r\n"
+    )
 
 
 def form(*parts: tuple[str, bytes]) -> bytes:
@@ -71,7 +77,9 @@ def connected(url: str, timeout_s: float = 60.0, send_bytes: int = 4096) -> Iter
         yield sock
 
 
-def exchange(url: str, head: bytes, body: Iterable[bytes] = (), send_bytes: int = 4096) -> RawAnswer:
+def exchange(
+    url: str, head: bytes, body: Iterable[bytes] = (), send_bytes: int = 4096
+) -> RawAnswer:
     """Send until the server closes or there is no more, then read what it said."""
     with connected(url, send_bytes=send_bytes) as sock:
         sock.sendall(head)

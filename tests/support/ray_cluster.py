@@ -38,10 +38,15 @@ class RayCluster(Cluster):
             name = (data_dir / "server-id").read_text().strip()
             if name not in self.replicas:
                 popen: Any = process  # has what tests use of a Popen
-                self.replicas[name] = ManyloraServer(listed[name]["url"], popen, data_dir, self.root / "ray.log")
+                self.replicas[name] = ManyloraServer(
+                    listed[name]["url"], popen, data_dir, self.root / "ray.log"
+                )
 
     def _all_run(self) -> bool:
-        return len([each for each in self.servers().values() if "running" in each]) == self.num_replicas
+        return (
+            len([each for each in self.servers().values() if "running" in each])
+            == self.num_replicas
+        )
 
 
 @contextmanager

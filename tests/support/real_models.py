@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 _SIZES = {
     "Llama-3-8B": ("LlamaForCausalLM", (4096, 14336, 32, 32, 8), 128256),
     "Qwen2.5-0.5B": ("Qwen2ForCausalLM", (896, 4864, 24, 14, 2), 151936),

@@ -28,7 +28,9 @@ class RecordedGraph:
         recorder = _Recorder(self.operations)
         run = InterpretedFunction.run
 
-        def recorded(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        def recorded(
+            kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **named: Any
+        ) -> Any:
             def again() -> None:
                 run(kernel, *args, grid=grid, warmup=warmup, **named)
 
@@ -110,4 +112,6 @@ def _parts(out: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    tensor.fill_(float("nan") if tensor.is_floating_point() else -77 if tensor.dtype != torch.uint8 else 77)
+    tensor.fill_(
+        float("nan") if tensor.is_floating_point() else -77 if tensor.dtype != torch.uint8 else 77
+    )

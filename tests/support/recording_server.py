@@ -21,7 +21,9 @@ class Recorder:
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
                 sent = self.rfile.read(int(self.headers.get("content-length") or 0))
-                recorder.calls.append((self.command, self.path, self.headers.get("authorization"), sent))
+                recorder.calls.append(
+                    (self.command, self.path, self.headers.get("authorization"), sent)
+                )
                 body = recorder.pages.pop(0) if recorder.pages else recorder.body
                 text = body if isinstance(body, str) else json.dumps(body)
                 payload = b"" if recorder.status == 204 else text.encode()

@@ -47,7 +47,9 @@ class StandingClock:
 
 def facts(content: str, rank: int = 8) -> VersionFacts:
     """What an upload of these weights would be found to be."""
-    spec = LoraSpec(rank=rank, alpha=16.0, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 2.5})
+    spec = LoraSpec(
+        rank=rank, alpha=16.0, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 2.5}
+    )
     weights = hashlib.sha256(content.encode()).hexdigest()
     return VersionFacts(
         digest=content_digest(spec, weights),
@@ -63,7 +65,12 @@ def facts(content: str, rank: int = 8) -> VersionFacts:
 
 
 async def publish_version(
-    registry: Registry, tenant_id: str, name: str, facts: VersionFacts, description: str | None = None, **options: Any
+    registry: Registry,
+    tenant_id: str,
+    name: str,
+    facts: VersionFacts,
+    description: str | None = None,
+    **options: Any,
 ) -> tuple[Adapter, AdapterVersion, bool]:
     """Publish with nothing else in the transaction: the adapter, its version, and whether that is new."""
     async with registry.adapters.publishing(tenant_id, name, facts, description, **options) as made:
@@ -121,5 +128,11 @@ def usage_event(event_id: str, **changes: Any) -> UsageEvent:
 
 def server_sample(**changes: Any) -> Server:
     """A listed server."""
-    fields = {"name": "srv_1", "role": "replica", "boot_id": "b1", "url": "http://127.0.0.1:9", "state": "ready"}
+    fields = {
+        "name": "srv_1",
+        "role": "replica",
+        "boot_id": "b1",
+        "url": "http://127.0.0.1:9",
+        "state": "ready",
+    }
     return Server(**{**fields, "model": "demo", "base": "sha256:0", "version": "1", **changes})

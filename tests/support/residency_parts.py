@@ -92,7 +92,9 @@ class WatchedCopier(PageCopier):
         """Every copy is a job of the executor, unless a test wants it otherwise."""
         self.copied: list[list[int]] = []
 
-    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
+    def copy(
+        self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None
+    ) -> None:
         self._note(pages)
         super().copy(sources, pages, fence)
 
@@ -145,11 +147,19 @@ class ResidencyParts:
         self.blobs = LocalBlobs(folder / "blobs")
         self.images = HostImages(self.slab)
         self.loader = CountingLoader(
-            self.blobs, self.images, self.base, geometry, torch.float32, max_rank, self.pool.capacity - 1
+            self.blobs,
+            self.images,
+            self.base,
+            geometry,
+            torch.float32,
+            max_rank,
+            self.pool.capacity - 1,
         )
         self.copier = WatchedCopier(self.arena)
         self.evictor = Evictor(self.pool, eviction_policy(policy), clock=lambda: self.clock[0])
-        self.prefixes = PrefixCache(self.pool, self.evictor, block_s=COSTS.token_s, clock=lambda: self.clock[0])
+        self.prefixes = PrefixCache(
+            self.pool, self.evictor, block_s=COSTS.token_s, clock=lambda: self.clock[0]
+        )
         self.loads, self.copies = StepwiseExecutor(), StepwiseExecutor()
         loads, copies = executors or (self.loads, self.copies)
         self.residency = Residency(
@@ -192,7 +202,9 @@ class ResidencyParts:
             pass
         return self.pool.num_free - before
 
-    def cache_blocks(self, digest: str | None, count: int, *, seed: str = "", step: int = 0) -> list[PrefixBlock]:
+    def cache_blocks(
+        self, digest: str | None, count: int, *, seed: str = "", step: int = 0
+    ) -> list[PrefixBlock]:
         """Cache a chain of blocks that were computed with an adapter (or the base), held by the caller."""
         chain = TokenChain(chain_seed(digest or "", seed), 1)
         chain.extend(range(count))
@@ -201,7 +213,9 @@ class ResidencyParts:
             pages = self.pool.allocate(1, "kv")
             if pages is None:
                 break
-            block = self.prefixes.publish(chain, index, pages, blocks[-1] if blocks else None, digest)
+            block = self.prefixes.publish(
+                chain, index, pages, blocks[-1] if blocks else None, digest
+            )
             assert block is not None
             if block.pages != pages:
                 self.pool.free(pages, step)
@@ -219,7 +233,10 @@ class ResidencyParts:
                     wanted = rows[8 * group : 8 * group + 8].to(self.arena.dtype)
                     start = int(self.tables.host_offsets[slot, layer, module, part, group]) * unit
                     found = elements[start : start + 8 * pitch].view(8, pitch)
-                    if not torch.equal(found[: len(wanted), : rows.shape[1]], wanted) or found[len(wanted) :].any():
+                    if (
+                        not torch.equal(found[: len(wanted), : rows.shape[1]], wanted)
+                        or found[len(wanted) :].any()
+                    ):
                         return False
         return True
 
@@ -228,7 +245,9 @@ def store(parts: ResidencyParts, folder: Path, loras: Sequence[RandomLora]) -> l
     """Write and store adapters, as PEFT folders and then as blobs."""
     refs = []
     for index, lora in enumerate(loras):
-        ref = store_adapter(parts.blobs, lora.save(folder / f"adapter-{index}"), parts.base, max_rank=256)
+        ref = store_adapter(
+            parts.blobs, lora.save(folder / f"adapter-{index}"), parts.base, max_rank=256
+        )
         parts.loras[ref.digest] = lora
         refs.append(ref)
     return refs

@@ -33,7 +33,9 @@ def round_linears(model: Any, weights: str) -> Any:
             is_head = name.endswith("lm_head")
             rounding = round_groups if weights == "int4" and not is_head else round_rows
             rounded = rounding(module.weight.detach().float().numpy())
-            module.weight = torch.nn.Parameter(torch.from_numpy(rounded.astype(np.float32)), requires_grad=False)
+            module.weight = torch.nn.Parameter(
+                torch.from_numpy(rounded.astype(np.float32)), requires_grad=False
+            )
             if not is_head:
                 module.__class__ = RoundedLinear
     return model

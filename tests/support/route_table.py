@@ -10,7 +10,10 @@ from api_server import BASE, Api
 COMPLETION = {"model": BASE, "prompt": "x", "max_tokens": 1}
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 FILE = {"size": 1, "sha256": "0" * 64}
-ANNOUNCED = {"name": "new", "files": {"adapter_config.json": FILE, "adapter_model.safetensors": FILE}}
+ANNOUNCED = {
+    "name": "new",
+    "files": {"adapter_config.json": FILE, "adapter_model.safetensors": FILE},
+}
 
 # Route, who may use it (a scope, `any` key, the `admin`, the `public`), and a body that is no reason to refuse it.
 TABLE: dict[tuple[str, str], tuple[str, Any]] = {
@@ -95,5 +98,9 @@ def documented(api: Api) -> set[tuple[str, str]]:
 
 def filled(path: str, name: str = "mine") -> str:
     """The path with names in it: of an own adapter unless another is named, of another tenant, and of nothing."""
-    names = {"model_id": BASE, "name": "rival" if "/tenants/" in path else name, "grantee": "ten_none"}
+    names = {
+        "model_id": BASE,
+        "name": "rival" if "/tenants/" in path else name,
+        "grantee": "ten_none",
+    }
     return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "none"), path)

@@ -125,12 +125,17 @@ class RouterSimulation:
             for i in range(case.num_replicas)
         }
         members = [Replica(name=name, boot_id="1", url="", is_ready=True) for name in self.servers]
-        self.routers = [Router(lambda: self.now_s, random.Random(case.seed + i)) for i in range(case.num_gateways)]
+        self.routers = [
+            Router(lambda: self.now_s, random.Random(case.seed + i))
+            for i in range(case.num_gateways)
+        ]
         for router in self.routers:
             router.set_replicas(members)
         weights = np.arange(1, case.num_adapters + 1) ** -case.zipf
         draw = np.random.default_rng(case.seed)
-        self._adapters = iter(draw.choice(case.num_adapters, 1_000_000, p=weights / weights.sum()).tolist())
+        self._adapters = iter(
+            draw.choice(case.num_adapters, 1_000_000, p=weights / weights.sum()).tolist()
+        )
         self._num_arrived = self._num_cold = self._num_ended = 0
         self._waits: list[float] = []
         self._pairs: set[tuple[str, str]] = set()
@@ -170,7 +175,9 @@ class RouterSimulation:
         rate = SLOTS * UNITS * server.speed
         tiers = dict.fromkeys(server.cached, "device")
         backlog_s = server.in_flight * UNITS / rate
-        told = partial(Router.report, name=name, boot_id="1", backlog_s=backlog_s, rate=rate, tiers=tiers)
+        told = partial(
+            Router.report, name=name, boot_id="1", backlog_s=backlog_s, rate=rate, tiers=tiers
+        )
         for router in self.routers:
             self._at(self.now_s + self.case.view_s, told, router)
         self._at(self.now_s + self.case.period_s, self._report, name)
@@ -186,7 +193,9 @@ class RouterSimulation:
             digest = "new"
         target = Target(adapter=digest, units=UNITS, tenant=digest[-2:])  # about a hundred tenants
         router = self._random.choice(self.routers)
-        name = router.order(replace(target, adapter=None) if case.is_power_of_two else target)[0].name
+        name = router.order(replace(target, adapter=None) if case.is_power_of_two else target)[
+            0
+        ].name
         router.sent(name, target)
         server = self.servers[name]
         server.count(1, self.now_s)
@@ -195,7 +204,9 @@ class RouterSimulation:
             self._num_arrived += 1
             self._num_cold += load_s > 0
             self._pairs.add((digest, name))
-        self._at(self.now_s + load_s, self._loaded, _Request(self.now_s, router, target, name, server))
+        self._at(
+            self.now_s + load_s, self._loaded, _Request(self.now_s, router, target, name, server)
+        )
 
     def _loaded(self, request: _Request) -> None:
         if request.server.running < SLOTS:

@@ -20,7 +20,9 @@ from moto.server import ThreadedMotoServer
 ACCESS_KEY = "AKIAMANYLORATESTS0000001"
 SECRET_KEY = "secret-of-the-tests-that-no-log-may-hold"
 ACCOUNT = "123456789012"
-SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, Signature=none"}
+SIGNED = {
+    "Authorization": "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, Signature=none"
+}
 """The server only looks for the owner in it and checks nothing."""
 NUMBERS = itertools.count()
 
@@ -88,7 +90,9 @@ def s3_server() -> Iterator[S3Server]:
     server.start()
     host, port = server.get_host_and_port()
     try:
-        with httpx.Client(base_url=f"http://{host}:{port}", headers=SIGNED, trust_env=False, timeout=30) as client:
+        with httpx.Client(
+            base_url=f"http://{host}:{port}", headers=SIGNED, trust_env=False, timeout=30
+        ) as client:
             yield S3Server(str(client.base_url), client)
     finally:
         server.stop()

@@ -49,7 +49,9 @@ class ScatteredKv:
     With int8, unused scales are NaN.
     """
 
-    def __init__(self, case: AttentionCase, device: torch.device | str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self, case: AttentionCase, device: torch.device | str = "cpu", seed: int = 0
+    ) -> None:
         self.case = case
         generator = torch.Generator().manual_seed(seed)
         blocks = [-(-context // case.page_tokens) for _, context in case.requests]
@@ -57,7 +59,9 @@ class ScatteredKv:
         pages = random.Random(seed).sample(range(1, num_pages), sum(blocks))
         shape = (num_pages, NUM_LAYERS, 2, case.kv_heads, case.page_tokens, case.head_dim)
         self.arena = (
-            torch.full(shape, -1, dtype=torch.int8) if case.is_int8 else torch.full(shape, NAN, dtype=case.dtype)
+            torch.full(shape, -1, dtype=torch.int8)
+            if case.is_int8
+            else torch.full(shape, NAN, dtype=case.dtype)
         )
         self.scales = torch.full(shape[:-1], NAN)
         self.arena[0] = self.scales[0] = 0
@@ -73,11 +77,17 @@ class ScatteredKv:
                     values, self.scales[page, LAYER, :, :, :live] = quantise(values)
                 self.arena[page, LAYER, :, :, :live] = values
         rows = sum(rows for rows, _ in case.requests) + case.padding_rows
-        fused = torch.randn((rows, case.q_heads + 3, case.head_dim), generator=generator).to(case.dtype)
-        self.q = fused.to(device)[:, 1 : case.q_heads + 1]  # strided, as a slice of a fused projection
+        fused = torch.randn((rows, case.q_heads + 3, case.head_dim), generator=generator).to(
+            case.dtype
+        )
+        self.q = fused.to(device)[
+            :, 1 : case.q_heads + 1
+        ]  # strided, as a slice of a fused projection
         self.arena, self.scales = self.arena.to(device), self.scales.to(device)
         self.k_pages, self.v_pages = self.arena[:, LAYER, 0], self.arena[:, LAYER, 1]
-        self.kv_scales = (self.scales[:, LAYER, 0], self.scales[:, LAYER, 1]) if case.is_int8 else None
+        self.kv_scales = (
+            (self.scales[:, LAYER, 0], self.scales[:, LAYER, 1]) if case.is_int8 else None
+        )
         self.batch = self.build(torch.device(device))
         self.scale = case.head_dim**-0.5
 
@@ -94,16 +104,25 @@ class ScatteredKv:
             self.case.page_tokens,
         )
 
-    def attend(self, version: Callable[..., torch.Tensor], q: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self, version: Callable[..., torch.Tensor], q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The output of an implementation, for other queries than the case's own where they are given."""
         return version(self.q if q is None else q, self.layer, self.batch, self.scale)
 
     def attend_to(
-        self, version: Callable[..., torch.Tensor], request: int, start: int, end: int, q: torch.Tensor
+        self,
+        version: Callable[..., torch.Tensor],
+        request: int,
+        start: int,
+        end: int,
+        q: torch.Tensor,
     ) -> torch.Tensor:
         """The output for positions `start` to `end` of a request that are all there is in a step."""
         tables = [self.block_tables[request]]
-        batch = AttentionBatch.build(tables, [end - start], [end], self.q.device, self.case.page_tokens)
+        batch = AttentionBatch.build(
+            tables, [end - start], [end], self.q.device, self.case.page_tokens
+        )
         return version(q, self.layer, batch, self.scale)
 
 

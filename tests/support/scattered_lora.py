@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, SgmvTables, Tiles, row_pitch_units
+from manylora.kernels.sgmv import (
+    GROUP_ROWS,
+    UNIT_BYTES,
+    SgmvOperands,
+    SgmvSite,
+    SgmvTables,
+    Tiles,
+    row_pitch_units,
+)
 
 MIXED_RANKS = (0, 1, 4, 8, 16, 24, 64, 128, 256)
 NUM_LAYERS = 2
@@ -51,7 +59,9 @@ class ScatteredLora:
         groups = -(-max(case.ranks) // GROUP_ROWS)
         largest = max(case.in_features, *case.widths)
         page_units = 2 * GROUP_ROWS * row_pitch_units(largest, element_size)
-        self.offsets = torch.full((slots, NUM_LAYERS, num_modules, 2, groups), -1, dtype=torch.int32)
+        self.offsets = torch.full(
+            (slots, NUM_LAYERS, num_modules, 2, groups), -1, dtype=torch.int32
+        )
         self.ranks = torch.zeros((slots, NUM_LAYERS, num_modules), dtype=torch.int32)
         self.scalings = torch.full((slots, NUM_LAYERS, num_modules), float("nan"))
         self.dense: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,7 +72,9 @@ class ScatteredLora:
                 if rank:
                     images += self._adapter(slot, module, rank, case.widths[index])
         self.arena = self._scatter(images, page_units).to(device)
-        self.tables = SgmvTables(self.offsets.to(device), self.ranks.to(device), self.scalings.to(device))
+        self.tables = SgmvTables(
+            self.offsets.to(device), self.ranks.to(device), self.scalings.to(device)
+        )
         self.row_slots = sorted(_row_slots(case, self.random))
         self.tiles = make_tiles(self.row_slots, case.tile_rows, slots, device)
         self.x = self._randn(case.num_tokens, case.in_features).to(case.dtype).to(device)
@@ -75,7 +87,9 @@ class ScatteredLora:
         self, slot: int, module: int, rank: int, width: int
     ) -> list[tuple[tuple[int, int, int, int], torch.Tensor]]:
         padded = -(-rank // GROUP_ROWS) * GROUP_ROWS
-        lora_a = (self._randn(rank, self.case.in_features) * self.case.in_features**-0.5).to(self.case.dtype)
+        lora_a = (self._randn(rank, self.case.in_features) * self.case.in_features**-0.5).to(
+            self.case.dtype
+        )
         lora_bt = (self._randn(rank, width) * rank**-0.5).to(self.case.dtype)
         self.ranks[slot, LAYER, module] = padded
         self.scalings[slot, LAYER, module] = 0.5 + slot
@@ -86,10 +100,15 @@ class ScatteredLora:
             rows = torch.full((padded, pitch), float("nan"), dtype=self.case.dtype)
             rows[:, : weights.shape[1]] = 0
             rows[:rank, : weights.shape[1]] = weights
-            images += [((slot, module, part, g), rows[g * 8 : g * 8 + 8].reshape(-1)) for g in range(padded // 8)]
+            images += [
+                ((slot, module, part, g), rows[g * 8 : g * 8 + 8].reshape(-1))
+                for g in range(padded // 8)
+            ]
         return images
 
-    def _scatter(self, images: list[tuple[tuple[int, int, int, int], torch.Tensor]], page_units: int) -> torch.Tensor:
+    def _scatter(
+        self, images: list[tuple[tuple[int, int, int, int], torch.Tensor]], page_units: int
+    ) -> torch.Tensor:
         self.random.shuffle(images)
         places: list[tuple[int, int]] = []
         page, used = -1, page_units
@@ -134,12 +153,16 @@ class ScatteredLora:
                     rows = torch.tensor([s == slot for s in self.row_slots])
                     lora_a, lora_bt = (weights.double() for weights in self.dense[slot, module])
                     delta = self.x.double().cpu()[rows] @ lora_a.T @ lora_bt
-                    result[rows, column : column + width] += delta * self.scalings[slot, LAYER, module].item()
+                    result[rows, column : column + width] += (
+                        delta * self.scalings[slot, LAYER, module].item()
+                    )
             column += width
         return result.to(self.case.dtype)
 
 
-def make_tiles(row_slots: list[int], rows: int, num_slots: int, device: torch.device | str) -> Tiles:
+def make_tiles(
+    row_slots: list[int], rows: int, num_slots: int, device: torch.device | str
+) -> Tiles:
     """Cut sorted rows into tiles, padded to the capacity that depends on shapes only."""
     tiles = []
     for slot in sorted(set(row_slots) - {-1}):

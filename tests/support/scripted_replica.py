@@ -34,7 +34,11 @@ def framed(payload: bytes, prompt: int = 0, cached: int = 0, completion: int = 0
 
 def json_answer(status: int, body: bytes, *headers: tuple[str, str]) -> bytes:
     """A whole framed answer."""
-    lines = [f"HTTP/1.1 {status} x", "content-type: application/json", f"x-manylora-length: {len(body)}"]
+    lines = [
+        f"HTTP/1.1 {status} x",
+        "content-type: application/json",
+        f"x-manylora-length: {len(body)}",
+    ]
     lines += [f"{name}: {value}" for name, value in (*headers, ("transfer-encoding", "chunked"))]
     return "\r\n".join([*lines, "", ""]).encode() + framed(body) + LAST_CHUNK
 
@@ -116,8 +120,12 @@ class ScriptedReplica:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
-        headers = [(name.lower(), value) for name, _, value in (each.partition(": ") for each in lines)]
+        line, *lines = (
+            (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
+        )
+        headers = [
+            (name.lower(), value) for name, _, value in (each.partition(": ") for each in lines)
+        ]
         named = dict(headers)
         if line.split()[1] == STATE_PATH:
             await self._report(named, writer)
@@ -164,7 +172,9 @@ class ScriptedReplica:
 
 
 @asynccontextmanager
-async def scripted(cluster: FakeCluster, script: Script, *names: str) -> AsyncIterator[dict[str, ScriptedReplica]]:
+async def scripted(
+    cluster: FakeCluster, script: Script, *names: str
+) -> AsyncIterator[dict[str, ScriptedReplica]]:
     """Listed replicas that answer by this script."""
     token = cluster_token(cluster.registry.key_ring)
     replicas = {name: ScriptedReplica(name, token, script) for name in names}

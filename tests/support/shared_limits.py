@@ -237,7 +237,10 @@ class World:
 
     def most_at_once(self) -> int:
         changes = sorted(
-            change for each in self.requests for change in ((each.at_s, 1), (each.end_s, -1)) if change[0] < inf
+            change
+            for each in self.requests
+            for change in ((each.at_s, 1), (each.end_s, -1))
+            if change[0] < inf
         )
         changes.sort(key=lambda change: change)  # an end at a moment counts before a start at it
         return max(accumulate(step for _, step in changes), default=0)

@@ -67,7 +67,9 @@ class Visit(BaseHTTPRequestHandler):
             return
         self.has_answered = True
         if fault == "503":
-            self.wfile.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy")
+            self.wfile.write(
+                b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy"
+            )
             return
         if fault == "no http":
             self.wfile.write(b"220 mail.example ESMTP\r\n\r\n")
@@ -83,7 +85,9 @@ class Visit(BaseHTTPRequestHandler):
             payload = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
             half = len(payload) // 2
             for piece in (payload[:half], payload[half:]):
-                self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" if is_chunked else piece)
+                self.wfile.write(
+                    f"{len(piece):x}\r\n".encode() + piece + b"\r\n" if is_chunked else piece
+                )
             time.sleep(TOKEN_DELAY_S)
         if is_chunked:
             self.wfile.write(b"0\r\n\r\n" + b"HTTP/1.1 200 OK\r\n" * (fault == "more"))
@@ -102,7 +106,11 @@ class Visit(BaseHTTPRequestHandler):
                 yield {"error": {"message": "engine restarted"}}
                 return
             text = {"delta": {"content": f"t{i}"}} if is_chat else {"text": f"t{i}"}
-            yield {"choices": [{"index": 0, "finish_reason": "length" if i + 1 == wanted else None, **text}]}
+            yield {
+                "choices": [
+                    {"index": 0, "finish_reason": "length" if i + 1 == wanted else None, **text}
+                ]
+            }
         prompt = body["messages"][0]["content"].split() if is_chat else body["prompt"]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": wanted - (fault == "short")}
         if fault != "no usage":

@@ -63,8 +63,13 @@ async def run(url: str, key: str, count: int, seconds: float) -> dict[str, Count
     names = [list(kinds)[index % len(kinds)] for index in range(count)]
     print("started", flush=True)
     ends = await asyncio.gather(*(trickle(url, *kinds[name], seconds) for name in names))
-    return {name: Counter(end for other, end in zip(names, ends, strict=True) if other == name) for name in kinds}
+    return {
+        name: Counter(end for other, end in zip(names, ends, strict=True) if other == name)
+        for name in kinds
+    }
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))))
+    print(
+        json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))))
+    )

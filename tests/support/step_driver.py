@@ -99,7 +99,9 @@ class StepDriver:
             lora=self.lora,
             check_lease=self.check_lease,
             sampler=self.sampler,
-            programs=StepPrograms(self.step_device(), max_running=16, capture=None) if INTERPRETS else None,
+            programs=StepPrograms(self.step_device(), max_running=16, capture=None)
+            if INTERPRETS
+            else None,
         )
         self._num_steps = 0
         self._num_requests = 0
@@ -137,20 +139,32 @@ class StepDriver:
         self.arena.poison(lost)
 
     def _write_adapter(self, lease: SlotLease, folder: Path) -> None:
-        checkpoint, layout, images = packed(folder, self.base, self.geometry, self.arena.dtype, self.max_rank)
+        checkpoint, layout, images = packed(
+            folder, self.base, self.geometry, self.arena.dtype, self.max_rank
+        )
         pages = self._pages(layout.num_pages, "adapter")
         self.arena.bytes[pages] = images
         self.tables.write(lease.slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
 
     def request(
-        self, token_ids: Sequence[int], adapter: SlotLease | None = None, params: SamplingParams = GREEDY
+        self,
+        token_ids: Sequence[int],
+        adapter: SlotLease | None = None,
+        params: SamplingParams = GREEDY,
     ) -> DrivenRequest:
         """A new sequence that begins with `token_ids`."""
         self._num_requests += 1
         table = BlockTable(self.geometry)
-        return DrivenRequest(f"r{self._num_requests}", list(token_ids), table, adapter, params, len(token_ids))
+        return DrivenRequest(
+            f"r{self._num_requests}", list(token_ids), table, adapter, params, len(token_ids)
+        )
 
-    def chunk(self, request: DrivenRequest, num_tokens: int | None = None, prompt_logprobs: int | None = None) -> Chunk:
+    def chunk(
+        self,
+        request: DrivenRequest,
+        num_tokens: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> Chunk:
         """The next tokens of a request that are not computed yet; samples when they are its last."""
         start = request.num_computed
         end = len(request.token_ids) if num_tokens is None else start + num_tokens
@@ -165,7 +179,9 @@ class StepDriver:
             block_table=request.table.pages,
             adapter=request.adapter,
             sample=self._sample_spec(request) if end == len(request.token_ids) else None,
-            prompt_targets=None if prompt_logprobs is None else request.token_ids[start + 1 : end + 1],
+            prompt_targets=None
+            if prompt_logprobs is None
+            else request.token_ids[start + 1 : end + 1],
             num_prompt_logprobs=prompt_logprobs or 0,
         )
 
@@ -174,7 +190,9 @@ class StepDriver:
         self._num_steps += 1
         return StepPlan(step=self._num_steps, chunks=list(chunks), zero_pages=list(zero_pages))
 
-    def run(self, requests: Sequence[DrivenRequest], num_tokens: int | None = None) -> list[ChunkResult]:
+    def run(
+        self, requests: Sequence[DrivenRequest], num_tokens: int | None = None
+    ) -> list[ChunkResult]:
         """One step of the runner over the next tokens of each request; sampled tokens are appended."""
         plan = self.plan_of(requests, num_tokens)
         results = self.execute(plan)
@@ -193,7 +211,9 @@ class StepDriver:
             self.run(requests)
         return [request.token_ids[request.num_prompt :] for request in requests]
 
-    def logits(self, requests: Sequence[DrivenRequest], num_tokens: int | None = None) -> list[torch.Tensor]:
+    def logits(
+        self, requests: Sequence[DrivenRequest], num_tokens: int | None = None
+    ) -> list[torch.Tensor]:
         """One step of the decoder alone: scores [chunk tokens, vocab_size] at every token of each request's chunk."""
         plan = self.plan_of(requests, num_tokens)
         with torch.inference_mode():
@@ -207,7 +227,9 @@ class StepDriver:
             for first, chunk in zip(batch.step.chunk_rows, plan.chunks, strict=True)
         ]
 
-    def logits_alone(self, token_ids: Sequence[int], adapter: SlotLease | None = None) -> torch.Tensor:
+    def logits_alone(
+        self, token_ids: Sequence[int], adapter: SlotLease | None = None
+    ) -> torch.Tensor:
         """Scores [len(token_ids), vocab_size] of one sequence in one chunk."""
         return self.logits([self.request(token_ids, adapter)])[0]
 

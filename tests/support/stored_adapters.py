@@ -13,7 +13,9 @@ from manylora.adapters.ref import AdapterRef, content_digest
 from manylora.memory.geometry import PageGeometry
 
 
-def store_adapter(blobs: LocalBlobs, folder: Path, base: BaseShape, *, max_rank: int = 64) -> AdapterRef:
+def store_adapter(
+    blobs: LocalBlobs, folder: Path, base: BaseShape, *, max_rank: int = 64
+) -> AdapterRef:
     """Commit the weights; the reference names the folder."""
     checkpoint = _read(folder, base, max_rank)
     with blobs.create() as writer:
@@ -29,7 +31,9 @@ def store_adapter(blobs: LocalBlobs, folder: Path, base: BaseShape, *, max_rank:
     )
 
 
-def adapter_pages(folder: Path, base: BaseShape, geometry: PageGeometry, *, max_rank: int = 64) -> int:
+def adapter_pages(
+    folder: Path, base: BaseShape, geometry: PageGeometry, *, max_rank: int = 64
+) -> int:
     """Device pages that the adapter takes."""
     return plan_layout(_read(folder, base, max_rank).ranks, base, geometry).num_pages
 

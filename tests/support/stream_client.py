@@ -51,14 +51,23 @@ class Seen:
 
 
 async def stream(
-    url: str, key: str, request_id: str, body: dict[str, Any], cut: Cut, path: str = "/v1/completions"
+    url: str,
+    key: str,
+    request_id: str,
+    body: dict[str, Any],
+    cut: Cut,
+    path: str = "/v1/completions",
 ) -> Seen:
     """Send a request that asks for continuous usage, and leave as `cut` says, or when the server does."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     seen = Seen()
     try:
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        asked = {
+            **body,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
         writer.write(_request(key, f"POST {path}", asked, X_Request_Id=request_id))
         await writer.drain()
         with contextlib.suppress(TimeoutError, ConnectionError, EOFError):
@@ -98,7 +107,9 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def _leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Seen, manner: Manner) -> None:
+async def _leave(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Seen, manner: Manner
+) -> None:
     match manner:
         case "half":
             writer.write_eof()
@@ -153,4 +164,7 @@ def _request(key: str, method_and_path: str, body: dict[str, Any] | None, **head
     content = b"" if body is None else json.dumps(body).encode()
     method, path = method_and_path.split()
     size = str(len(content))
-    return head_of(method, path, key, Content_Type="application/json", Content_Length=size, **headers) + content
+    return (
+        head_of(method, path, key, Content_Type="application/json", Content_Length=size, **headers)
+        + content
+    )

@@ -45,14 +45,20 @@ class TimeByFile:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = self.files[report.nodeid.partition("::")[0]]
         file.elapsed_s += report.duration
-        file.cpu_s += sum(float(str(value)) for name, value in report.user_properties if name == CPU_PROPERTY)
+        file.cpu_s += sum(
+            float(str(value)) for name, value in report.user_properties if name == CPU_PROPERTY
+        )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if len(self.files) < SUITE_FILES:
             return
-        slowest = sorted(self.files.items(), key=lambda entry: entry[1].elapsed_s, reverse=True)[:SHOWN]
+        slowest = sorted(self.files.items(), key=lambda entry: entry[1].elapsed_s, reverse=True)[
+            :SHOWN
+        ]
         cpu_s = sum(file.cpu_s for file in self.files.values())
-        terminalreporter.section(f"slowest of {len(self.files)} files, which took {cpu_s:.0f} s of CPU time")
+        terminalreporter.section(
+            f"slowest of {len(self.files)} files, which took {cpu_s:.0f} s of CPU time"
+        )
         for name, file in slowest:
             terminalreporter.write_line(f"{file.elapsed_s:7.1f} s {file.cpu_s:7.1f} s CPU  {name}")
 

@@ -59,7 +59,15 @@ _SHAPE = {
     "pad_token_id": 258,
     "attn_implementation": "eager",
 }
-_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_SPECIAL_TOKENS = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|pad|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+)
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -160,15 +168,23 @@ def make_adapter(
 def load_reference(folder: Path) -> Any:
     """The checkpoint as transformers loads it, in float32, eager attention, ready for inference."""
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    return _CLASSES[model_type][1].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return (
+        _CLASSES[model_type][1]
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Random tokens of the tiny vocabulary."""
-    return torch.randint(0, TINY_VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        0, TINY_VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
-def reference_logits(model: Any, token_ids: Sequence[int], adapter: Path | None = None) -> torch.Tensor:
+def reference_logits(
+    model: Any, token_ids: Sequence[int], adapter: Path | None = None
+) -> torch.Tensor:
     """What a model of transformers computes, [len(token_ids), vocab_size]; with an adapter, PEFT changes the model."""
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
@@ -198,7 +214,9 @@ def make_tokenizer(folder: Path) -> Path:
 def _byte_level_tokenizer() -> Tokenizer:
     """Ids 0 to 255 stand for the bytes in the order of the byte-level alphabet; the special tokens follow."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))

@@ -71,7 +71,9 @@ def family_llguidance(name: str) -> LLTokenizer:
 
 def _asked(name: str) -> tuple[str, tuple[str, ...]]:
     row = rows()[name]
-    return "".join(row["markers"][0]) + row.get("reasoning", {}).get("open", ""), SPECIAL.get(name, ())
+    return "".join(row["markers"][0]) + row.get("reasoning", {}).get("open", ""), SPECIAL.get(
+        name, ()
+    )
 
 
 def tool(name: str, *, strict: bool | None = None, **properties: Any) -> Tool:
@@ -79,7 +81,9 @@ def tool(name: str, *, strict: bool | None = None, **properties: Any) -> Tool:
     own = {key.rstrip("_"): schema for key, schema in properties.items()}
     required = [key for key in properties if not key.endswith("_")]
     parameters = {"type": "object", "properties": own, "required": required}
-    return Tool(type="function", function=ToolFunction(name=name, parameters=parameters, strict=strict))
+    return Tool(
+        type="function", function=ToolFunction(name=name, parameters=parameters, strict=strict)
+    )
 
 
 def tool_format(name: str) -> Mapping[str, Any]:
@@ -90,7 +94,9 @@ def tool_format(name: str) -> Mapping[str, Any]:
 
 
 @cache
-def tokenizer_with(chat_template: str = HERMES, special: tuple[str, ...] = (), **fields: Any) -> Tokenizer:
+def tokenizer_with(
+    chat_template: str = HERMES, special: tuple[str, ...] = (), **fields: Any
+) -> Tokenizer:
     """The demo's tokenizer with another chat template and more special tokens.
 
     `fields` are more of its tokenizer_config.json.
@@ -111,7 +117,9 @@ def tokenizer_folder(chat_template: str, special: tuple[str, ...] = (), **fields
     (folder / "tokenizer.json").write_text(json.dumps(content))
     config = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
     config.pop("response_template", None)
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": chat_template, **fields}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": chat_template, **fields})
+    )
     return folder
 
 

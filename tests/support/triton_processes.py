@@ -19,7 +19,9 @@ TIMEOUT_S = 570
 def run_interpreted(files: Iterable[Path], *options: str) -> str:
     """What pytest prints about files of tests, which pass in a process that interprets Triton."""
     pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-    inherited = {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
+    inherited = {
+        name: value for name, value in environment().items() if not name.startswith("PYTEST_")
+    }
     pytest_command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *map(str, files)]
     printed = _run(pytest_command, {**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     assert " passed" in printed
@@ -34,6 +36,8 @@ def run_compiling(arguments: list[str], cache: Path, **variables: str) -> str:
 
 def _run(arguments: list[str], variables: Mapping[str, str]) -> str:
     command = [sys.executable, "-P", *arguments]
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    result = subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
     return result.stdout

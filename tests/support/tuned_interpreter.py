@@ -31,7 +31,9 @@ def _create_dot(_: object, a: Any, b: Any, initial: Any, *__: object) -> interpr
     total = np.zeros_like(initial.data)
     with np.errstate(all="ignore"):  # a matrix product of numpy's warns of no NaN either
         for k in range(a.data.shape[-1]):
-            total += np.multiply(a.data[..., k : k + 1], b.data[..., k : k + 1, :], dtype=total.dtype)
+            total += np.multiply(
+                a.data[..., k : k + 1], b.data[..., k : k + 1, :], dtype=total.dtype
+            )
         total += initial.data
     return interpreter.TensorHandle(total, initial.dtype.scalar)
 

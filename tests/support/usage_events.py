@@ -37,5 +37,7 @@ def stored_events(data_dir: Path, database_url: str | None = None) -> list[Bille
     if database_url is not None:
         with psycopg.connect(database_url) as connection:
             return [Billed(*row) for row in connection.execute(question)]
-    with closing(sqlite3.connect(f"file:{data_dir / 'registry.sqlite'}?mode=ro", uri=True)) as database:
+    with closing(
+        sqlite3.connect(f"file:{data_dir / 'registry.sqlite'}?mode=ro", uri=True)
+    ) as database:
         return [Billed(*row) for row in database.execute(question)]

@@ -56,7 +56,10 @@ class History:
     @property
     def before(self) -> dict[str, str]:
         """The time of the same length before."""
-        return {"start": (self.start - (self.end - self.start)).isoformat(), "end": self.start.isoformat()}
+        return {
+            "start": (self.start - (self.end - self.start)).isoformat(),
+            "end": self.start.isoformat(),
+        }
 
 
 PLACE = {"start": FIRST.isoformat(), "end": LAST.isoformat(), "tz": ZONE}
@@ -97,7 +100,9 @@ def _events(
     seconds = round((end - start).total_seconds())
     for number in range(EVENTS):
         tenant = NORTH if number % 3 else SOUTH
-        adapter = rng.choices(ADAPTERS, weights=range(len(ADAPTERS), 0, -1))[0] if number % 10 else None
+        adapter = (
+            rng.choices(ADAPTERS, weights=range(len(ADAPTERS), 0, -1))[0] if number % 10 else None
+        )
         prompt = rng.randrange(10, 3000)
         moment = start + timedelta(seconds=rng.randrange(seconds))
         is_quiet_day = (moment.astimezone(ZoneInfo(ZONE)).date() - FIRST).days == 4
@@ -111,7 +116,9 @@ def _events(
             adapter=adapter,
             adapter_version=adapter and rng.choice((1, 1, 2)),
             adapter_state=adapter and "device",
-            status=rng.choices(("stop", "length", "error", "aborted", "interrupted"), weights=(70, 15, 6, 6, 3))[0],
+            status=rng.choices(
+                ("stop", "length", "error", "aborted", "interrupted"), weights=(70, 15, 6, 6, 3)
+            )[0],
             prompt_tokens=prompt,
             cached_tokens=prompt // rng.randrange(2, 6),
             completion_tokens=rng.randrange(1, 500),

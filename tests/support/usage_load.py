@@ -64,7 +64,9 @@ class UsageLoad:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._is_over = True
         self._thread.join()
         if self._failure is not None and error is None:
@@ -85,7 +87,9 @@ class UsageLoad:
         while not self._is_over:
             asked = self._draw()
             self.asked.append(asked)
-            with contextlib.suppress(ConnectionError):  # nobody listens, or it went away before it answered
+            with contextlib.suppress(
+                ConnectionError
+            ):  # nobody listens, or it went away before it answered
                 await send(self.url, self._keys[asked.tenant], asked)
             if not asked.seen.is_done:
                 await asyncio.sleep(BACK_OFF_S)
@@ -101,9 +105,14 @@ class UsageLoad:
         }
         path = rng.choice(["/v1/completions", "/v1/chat/completions"])
         if path == "/v1/completions":
-            body["prompt"] = [*SHARED[: rng.choice([0, 40, 80])], *(rng.randint(6, 600) for _ in range(5))]
+            body["prompt"] = [
+                *SHARED[: rng.choice([0, 40, 80])],
+                *(rng.randint(6, 600) for _ in range(5)),
+            ]
         else:
-            body["messages"] = [{"role": "user", "content": rng.choice(["hello", "where is my order?"])}]
+            body["messages"] = [
+                {"role": "user", "content": rng.choice(["hello", "where is my order?"])}
+            ]
         return Asked(
             request_id=f"ask-{number}",
             tenant=rng.choice(sorted(self._keys)),

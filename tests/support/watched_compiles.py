@@ -48,7 +48,9 @@ def main() -> None:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("manylora.kernels.triton.compiles").addHandler(handler)
     seen: list[str] = []
-    triton.knobs.runtime.jit_post_compile_hook = lambda **of_kernel: seen.append(of_kernel["fn"].name)
+    triton.knobs.runtime.jit_post_compile_hook = lambda **of_kernel: seen.append(
+        of_kernel["fn"].name
+    )
     add(100, 16)
     watch = CompileWatch()
     watch.begin()

@@ -15,10 +15,14 @@ def written(family: str, calls: Sequence[Call]) -> str:
     """The text of an answer that is these calls."""
     strings = tool_format(family)
     each = [
-        strings["each"].replace("{name}", name).replace("{arguments}", _arguments(strings["style"], arguments))
+        strings["each"]
+        .replace("{name}", name)
+        .replace("{arguments}", _arguments(strings["style"], arguments))
         for name, arguments in calls
     ]
-    return str(strings.get("before", "") + strings.get("between", "").join(each) + strings.get("after", ""))
+    return str(
+        strings.get("before", "") + strings.get("between", "").join(each) + strings.get("after", "")
+    )
 
 
 def _arguments(style: str, arguments: dict[str, Any]) -> str:
@@ -31,7 +35,9 @@ def _arguments(style: str, arguments: dict[str, Any]) -> str:
     if style == "gemma":
         return ",".join(f"{key}:{_gemma(value)}" for key, value in arguments.items())
     if style == "python":
-        return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+        return ", ".join(
+            f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items()
+        )
     return json.dumps(arguments, ensure_ascii=False)
 
 
@@ -40,4 +46,6 @@ def _gemma(value: Any) -> str:
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):
         return "{" + _arguments("gemma", value) + "}"
-    return "[" + ",".join(map(_gemma, value)) + "]" if isinstance(value, list) else json.dumps(value)
+    return (
+        "[" + ",".join(map(_gemma, value)) + "]" if isinstance(value, list) else json.dumps(value)
+    )

@@ -44,7 +44,12 @@ def int8_rows(linear: StoredLinear) -> Int8Weight | None:
         ConfigError: As `dequantised`.
     """
     found = linear.quantisation
-    if found.layout != "scaled" or found.variant != "I8" or found.block or scaled.ZERO in linear.tensors:
+    if (
+        found.layout != "scaled"
+        or found.variant != "I8"
+        or found.block
+        or scaled.ZERO in linear.tensors
+    ):
         return None
     _check_finite(linear)
     scales = scaled.scales(linear).flatten().expand(linear.out_features)

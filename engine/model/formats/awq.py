@@ -25,7 +25,9 @@ def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
 
 def weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
-    return linear.by_groups(_unpack(linear["qweight"]), _unpack(linear["qzeros"]), linear["scales"].T)
+    return linear.by_groups(
+        _unpack(linear["qweight"]), _unpack(linear["qzeros"]), linear["scales"].T
+    )
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:

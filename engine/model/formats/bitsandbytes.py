@@ -53,11 +53,21 @@ def code_weight(linear: StoredLinear) -> torch.Tensor:
     try:
         state = strict_json.loads(bytes(linear[_state(linear)].tolist()))
         size, kind = int(state["blocksize"]), state["quant_type"]
-        nested_size, offset = int(state.get("nested_blocksize", 1)), float(state.get("nested_offset", 0.0))
+        nested_size, offset = (
+            int(state.get("nested_blocksize", 1)),
+            float(state.get("nested_offset", 0.0)),
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise linear.error(_state(linear), f"cannot be read: {error}") from error
-    if state.get("shape") != shape or kind != linear.quantisation.variant or min(size, nested_size) < 1:
-        raise linear.error(_state(linear), f"must be of {linear.quantisation.variant} and shape {shape}, got {state}")
+    if (
+        state.get("shape") != shape
+        or kind != linear.quantisation.variant
+        or min(size, nested_size) < 1
+    ):
+        raise linear.error(
+            _state(linear),
+            f"must be of {linear.quantisation.variant} and shape {shape}, got {state}",
+        )
     absmax = linear[ABSMAX].flatten()
     if NESTED in linear.tensors:
         nested = _by_block(linear, NESTED, linear[NESTED], nested_size, absmax.numel())
@@ -72,7 +82,9 @@ def _state(linear: StoredLinear) -> str:
     return f"weight.quant_state.bitsandbytes__{linear.quantisation.variant}"
 
 
-def _by_block(linear: StoredLinear, part: str, scales: torch.Tensor, size: int, count: int) -> torch.Tensor:
+def _by_block(
+    linear: StoredLinear, part: str, scales: torch.Tensor, size: int, count: int
+) -> torch.Tensor:
     """The scale of each of `count` values in blocks of `size`."""
     if scales.numel() != -(-count // size):
         raise linear.error(part, f"must have {-(-count // size)} values, got {scales.numel()}")

@@ -43,10 +43,18 @@ class GgufTensors:
 
         reader = open_gguf(path)
         arch = next(arch for arch, name in GGUF_ARCHITECTURES.items() if name == spec.architecture)
-        mapping = get_tensor_name_map(next(a for a in MODEL_ARCH if MODEL_ARCH_NAMES[a] == arch), spec.num_layers)
-        names = {mapping.get_name(name, (".weight", ".bias")): name for name in expected_tensors(spec)}
-        self._entries = {names.get(t.name, t.name): _Entry(t) for t in reader.tensors if t.name != ROPE_FACTORS}
-        self._heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if arch == "llama" else {}
+        mapping = get_tensor_name_map(
+            next(a for a in MODEL_ARCH if MODEL_ARCH_NAMES[a] == arch), spec.num_layers
+        )
+        names = {
+            mapping.get_name(name, (".weight", ".bias")): name for name in expected_tensors(spec)
+        }
+        self._entries = {
+            names.get(t.name, t.name): _Entry(t) for t in reader.tensors if t.name != ROPE_FACTORS
+        }
+        self._heads = (
+            {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if arch == "llama" else {}
+        )
 
     def keys(self) -> Iterator[str]:
         """Names of the tensors; those that the model does not have keep the file's."""
@@ -72,9 +80,13 @@ class GgufTensors:
             raise ConfigError(f"model.path: {name} {problem}", param="model.path") from error
         tensor = torch.from_numpy(np.array(values, dtype=np.float32)).view(entry.get_shape())
         if not is_finite(tensor):
-            raise ConfigError(f"model.path: {name} has values that are infinite or NaN", param="model.path")
+            raise ConfigError(
+                f"model.path: {name} has values that are infinite or NaN", param="model.path"
+            )
         num_heads = self._heads.get(name.split(".")[-2], 0)
-        if num_heads:  # llama.cpp rotates neighbours, so it keeps the two halves of a head interleaved
+        if (
+            num_heads
+        ):  # llama.cpp rotates neighbours, so it keeps the two halves of a head interleaved
             halves = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
         return tensor

@@ -26,7 +26,9 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
         ORDER: Part(("I32", "I64"), ((columns,),)),
         BIAS: Part(FLOATS, ((rows,),)),  # some tools write one of zeros where the model has none
     }
-    return {name: part for name, part in found.items() if name in stored or name not in (ORDER, BIAS)}
+    return {
+        name: part for name, part in found.items() if name in stored or name not in (ORDER, BIAS)
+    }
 
 
 def weight(linear: StoredLinear) -> torch.Tensor:

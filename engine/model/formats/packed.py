@@ -28,7 +28,9 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
         ZERO: Part(("I32",), ((-(-rows // per_word), groups),)),
         GROUPS: Part(("I32", "I64"), ((columns,),)),
     }
-    return {name: part for name, part in found.items() if name in stored or name not in (ZERO, GROUPS)}
+    return {
+        name: part for name, part in found.items() if name in stored or name not in (ZERO, GROUPS)
+    }
 
 
 def weight(linear: StoredLinear) -> torch.Tensor:

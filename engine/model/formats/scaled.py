@@ -13,7 +13,14 @@ import torch
 from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
 
 SCALE, INVERSE, ZERO = "weight_scale", "weight_scale_inv", "weight_zero_point"
-UNUSED = ("input_scale", "input_scale_ub", "input_zero_point", "activation_scale", "output_scale", "output_zero_point")
+UNUSED = (
+    "input_scale",
+    "input_scale_ub",
+    "input_zero_point",
+    "activation_scale",
+    "output_scale",
+    "output_zero_point",
+)
 
 
 def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:

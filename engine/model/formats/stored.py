@@ -44,7 +44,11 @@ class StoredLinear:
     @property
     def group_size(self) -> int:
         """Inputs of a group."""
-        return min(self.quantisation.block[1], self.in_features) if self.quantisation.block else self.in_features
+        return (
+            min(self.quantisation.block[1], self.in_features)
+            if self.quantisation.block
+            else self.in_features
+        )
 
     def __getitem__(self, part: str) -> torch.Tensor:
         return self.tensors[part]
@@ -72,7 +76,9 @@ class StoredLinear:
             groups = self[order].long()
             if groups.min() < 0 or groups.max() >= self.num_groups:
                 raise self.error(order, f"must have groups from 0 to {self.num_groups - 1}")
-        return (values - zeros.float().index_select(1, groups)) * scales.float().index_select(1, groups)
+        return (values - zeros.float().index_select(1, groups)) * scales.float().index_select(
+            1, groups
+        )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -50,7 +50,9 @@ def encoded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def pack(levels: torch.Tensor) -> torch.Tensor:
     """Bytes [rows, blocks * 28] of levels [rows, blocks, 64], uint8."""
-    codes = (levels[..., 0::2] + LEVELS * levels[..., 1::2]).view(*levels.shape[:2], GROUPS, BYTES + 1)
+    codes = (levels[..., 0::2] + LEVELS * levels[..., 1::2]).view(
+        *levels.shape[:2], GROUPS, BYTES + 1
+    )
     bits = torch.arange(BYTES, dtype=torch.uint8)
     high = (codes[..., BYTES:] >> bits) & 1
     return (codes[..., :BYTES] | high << 7).transpose(-1, -2).flatten(1)
@@ -59,7 +61,9 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """Levels [rows, blocks, 64] of bytes [rows, blocks * 28], uint8."""
     octets = packed.view(len(packed), -1, BYTES, GROUPS)
-    last = torch.stack([(octets[:, :, bit] >> 7) << bit for bit in range(BYTES)]).sum(0, dtype=torch.uint8)
+    last = torch.stack([(octets[:, :, bit] >> 7) << bit for bit in range(BYTES)]).sum(
+        0, dtype=torch.uint8
+    )
     codes = torch.cat((octets & 127, last.unsqueeze(2)), 2).transpose(-1, -2).int()
     # As pairs of bytes, because a table of words is looked up faster than numbers are divided.
     code = torch.arange(128, dtype=torch.uint8)

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from manylora.cli.serve import Config, DatabaseUrl, DataDir, MemoryGib, Model, Port, Setting, settings_of
+from manylora.cli.serve import (
+    Config,
+    DatabaseUrl,
+    DataDir,
+    MemoryGib,
+    Model,
+    Port,
+    Setting,
+    settings_of,
+)
 
 app = typer.Typer(help="Run a gateway and replicas over one registry.", no_args_is_help=True)
 
@@ -22,11 +31,15 @@ def up(  # noqa: PLR0913 - one parameter per option
     memory_gib: MemoryGib = None,
     config: Config = None,
     settings: Setting = None,
-    on_ray: Annotated[bool, typer.Option("--ray", help="Let Ray place, restart and scale the replicas.")] = False,
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="Let Ray place, restart and scale the replicas.")
+    ] = False,
     address: Annotated[
         str | None, typer.Option(help="Of a running Ray cluster, or auto. [default: starts one]")
     ] = None,
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="Most replicas, which Ray starts under load.")] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Most replicas, which Ray starts under load.")
+    ] = None,
 ) -> None:
     """Start a gateway and replicas, with one part each of this machine's cores; Ctrl-C drains them."""
     from manylora.server.cluster.launch.up import up as run

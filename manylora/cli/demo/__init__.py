@@ -10,17 +10,27 @@ import typer
 Once = Annotated[bool, typer.Option("--once", help="Exit after the answers.")]
 NoTraffic = Annotated[bool, typer.Option("--no-traffic", help="Send no traffic after the answers.")]
 Reset = Annotated[
-    bool, typer.Option("--reset", help="Start nothing: remove the usage of the demo traffic, and revoke its keys.")
+    bool,
+    typer.Option(
+        "--reset", help="Start nothing: remove the usage of the demo traffic, and revoke its keys."
+    ),
 ]
 Port = Annotated[
-    int | None, typer.Option(min=1, max=65535, help="Port to listen on; 8000, or a free one if that is in use.")
+    int | None,
+    typer.Option(
+        min=1, max=65535, help="Port to listen on; 8000, or a free one if that is in use."
+    ),
 ]
 FOLDER = Path("manylora-demo")
 Dir = Annotated[Path, typer.Option(help="Folder of the demo's database, adapters and log.")]
 
 
 def demo(
-    once: Once = False, no_traffic: NoTraffic = False, reset: Reset = False, port: Port = None, data_dir: Dir = FOLDER
+    once: Once = False,
+    no_traffic: NoTraffic = False,
+    reset: Reset = False,
+    port: Port = None,
+    data_dir: Dir = FOLDER,
 ) -> None:
     """Show a base model and five adapters answering one question in one batch, then keep serving.
 
@@ -32,7 +42,9 @@ def demo(
         from manylora.cli.demo.reset import reset_demo
 
         num_events, num_keys = reset_demo(data_dir)
-        typer.echo(f"Removed {num_events} usage events of the demo traffic; revoked {num_keys} keys.")
+        typer.echo(
+            f"Removed {num_events} usage events of the demo traffic; revoked {num_keys} keys."
+        )
         return
     from manylora.cli.demo.run import run_demo
 

@@ -31,7 +31,9 @@ def reset_demo(data_dir: Path) -> tuple[int, int]:
         ConfigError: There is no demo, or a server uses the folder.
         CapacityError: Database or journal cannot be written now.
     """
-    config = load_config({"model": {"path": str(demo.MODEL)}, "server": {"data_dir": data_dir}}, environment())
+    config = load_config(
+        {"model": {"path": str(demo.MODEL)}, "server": {"data_dir": data_dir}}, environment()
+    )
     url = database_url(config.registry.database_url, data_dir)
     has_database = url.get_backend_name() != "sqlite" or Path(str(url.database)).is_file()
     if not (data_dir.is_dir() and has_database):  # opening the registry would make both
@@ -40,7 +42,9 @@ def reset_demo(data_dir: Path) -> tuple[int, int]:
 
 
 async def _reset(config: Config, data_dir: Path) -> tuple[int, int]:
-    registry = await Registry.open(config.registry.database_url, data_dir, pepper=given_pepper(environment()))
+    registry = await Registry.open(
+        config.registry.database_url, data_dir, pepper=given_pepper(environment())
+    )
     try:
         owned = []
         for tenant in TENANTS:
@@ -58,4 +62,6 @@ async def _reset(config: Config, data_dir: Path) -> tuple[int, int]:
 
 
 def _no_demo(data_dir: Path) -> ConfigError:
-    return ConfigError(f"There is no demo in {data_dir}. Name its folder with --data-dir.", param="data_dir")
+    return ConfigError(
+        f"There is no demo in {data_dir}. Name its folder with --data-dir.", param="data_dir"
+    )

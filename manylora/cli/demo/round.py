@@ -17,7 +17,13 @@ from manylora.errors import ClientError
 
 BASE_NAME = "manylora-demo"
 """Served name of the base."""
-ADAPTERS = {"haiku": "atelier", "french": "atelier", "shout": "harbour", "pirate": "harbour", "json": "harbour"}
+ADAPTERS = {
+    "haiku": "atelier",
+    "french": "atelier",
+    "shout": "harbour",
+    "pirate": "harbour",
+    "json": "harbour",
+}
 """Tenant of each adapter. The longest answers start first: all must still be running when the last one starts."""
 TENANTS = ("harbour", "atelier")
 MAX_TOKENS = 96
@@ -71,7 +77,10 @@ def play(url: str, admin_key: str) -> Round:
             uploaded = clients[tenant].push(demo.ADAPTERS / name)
             details[name] = f"rank {uploaded['rank']}: {_short(uploaded['target_modules'])}"
         speakers = [*ADAPTERS.items(), (BASE_NAME, TENANTS[0])]
-        for model, tenant in speakers:  # brings each adapter to the device, else the round would wait for loads
+        for (
+            model,
+            tenant,
+        ) in speakers:  # brings each adapter to the device, else the round would wait for loads
             _ask(clients[tenant], model, recorded["question"], 1)
         texts, shared = _ask_together(admin, clients, speakers, recorded["question"])
         for client in clients.values():
@@ -79,7 +88,11 @@ def play(url: str, admin_key: str) -> Round:
     expected = {**recorded["answers"], BASE_NAME: recorded["answers"]["base"]}
     answers = [
         Answer(
-            model=model, tenant=tenant, detail=details.get(model, ""), text=text, is_expected=text == expected[model]
+            model=model,
+            tenant=tenant,
+            detail=details.get(model, ""),
+            text=text,
+            is_expected=text == expected[model],
         )
         for (model, tenant), text in zip(speakers, texts, strict=True)
     ]
@@ -113,10 +126,17 @@ def _ask_together(
     with ThreadPoolExecutor(len(speakers)) as threads:
         for _ in range(MAX_ROUNDS):
             before = max((step["step"] for step in admin.engine()["last_steps"]), default=0)
-            asked = [threads.submit(_ask, clients[tenant], model, question, MAX_TOKENS) for model, tenant in speakers]
+            asked = [
+                threads.submit(_ask, clients[tenant], model, question, MAX_TOKENS)
+                for model, tenant in speakers
+            ]
             texts = [answer.result() for answer in asked]
             shared = _shared_step(admin.engine(), before)
-            best = max((step for step in (best, shared) if step), key=lambda step: step["adapters"], default=None)
+            best = max(
+                (step for step in (best, shared) if step),
+                key=lambda step: step["adapters"],
+                default=None,
+            )
             if best and holds_everybody(best):
                 break
     return texts, best
@@ -131,8 +151,15 @@ def _shared_step(engine: dict[str, Any], steps_before: int) -> dict[str, Any] | 
     steps = [step for step in engine["last_steps"] if step["step"] > steps_before]
     if not steps:
         return None
-    return {**max(steps, key=lambda step: (step["adapters"], step["base_requests"])), "steps": len(steps)}
+    return {
+        **max(steps, key=lambda step: (step["adapters"], step["base_requests"])),
+        "steps": len(steps),
+    }
 
 
 def _short(modules: Sequence[str]) -> str:
-    return "all linear layers" if len(modules) == 7 else ", ".join(name.removesuffix("_proj") for name in modules)
+    return (
+        "all linear layers"
+        if len(modules) == 7
+        else ", ".join(name.removesuffix("_proj") for name in modules)
+    )

@@ -19,16 +19,40 @@ from rich.text import Text
 from manylora import demo
 from manylora.cli.demo import FOLDER
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
-from manylora.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, plan, replay, usage_differences
+from manylora.cli.demo.traffic import (
+    DURATION_S,
+    KEY_NAME,
+    MAX_AT_ONCE,
+    plan,
+    replay,
+    usage_differences,
+)
 from manylora.client import Client
 from manylora.errors import ManyloraError
 from manylora.server.server_process import server_process
 
 SNIPPET_QUESTION = "How much is the scarf?"
 SERVE_OPTIONS = (
-    *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.25"),
-    *("--set", "memory.host_gib=0.25", "--set", "model.threads=1"),  # the model is too small to share among threads
-    *("--auth", "on"),  # whatever the environment says: it is the keys that tell tenants and traffic apart
+    *(
+        "--model",
+        str(demo.MODEL),
+        "--served-model-name",
+        BASE_NAME,
+        "--dtype",
+        "float32",
+        "--memory-gib",
+        "0.25",
+    ),
+    *(
+        "--set",
+        "memory.host_gib=0.25",
+        "--set",
+        "model.threads=1",
+    ),  # the model is too small to share among threads
+    *(
+        "--auth",
+        "on",
+    ),  # whatever the environment says: it is the keys that tell tenants and traffic apart
 )
 
 
@@ -40,7 +64,9 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
     """
     started = time.monotonic()
     console = Console(highlight=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job starts with it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a script's background job starts with it ignored
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, signal.default_int_handler)
@@ -56,7 +82,9 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
                 if with_traffic:
                     send_traffic(console, server.url, server.admin_key(), data_dir)
                 status = server.wait()
-                raise ManyloraError(f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}.")
+                raise ManyloraError(
+                    f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}."
+                )
     except KeyboardInterrupt:
         console.print("Stopped; running requests were finished.")
         return 0
@@ -75,7 +103,9 @@ def show_answers(console: Console, shown: Round, seconds: float) -> None:
     console.print(describe_step(shown.shared, len(shown.answers)), soft_wrap=True)
     wrong = [answer.model for answer in shown.answers if not answer.is_expected]
     if wrong:
-        console.print(f"Not the recorded reference answer: {', '.join(wrong)}.", style="red", soft_wrap=True)
+        console.print(
+            f"Not the recorded reference answer: {', '.join(wrong)}.", style="red", soft_wrap=True
+        )
     console.print(f"{seconds:.1f} s from start to answers.")
 
 
@@ -92,13 +122,21 @@ def describe_step(shared: Mapping[str, Any] | None, speakers: int) -> str:
     return f"{sentence} That is the fullest of {shared['steps']} steps; all {speakers} were never at work at once."
 
 
-def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, data_dir: Path) -> None:
+def show_how_to_go_on(
+    console: Console, shown: Round, url: str, admin_key: str, data_dir: Path
+) -> None:
     """Addresses, keys and snippets that can be pasted."""
     console.print()
-    console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True)
+    console.print(
+        f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True
+    )
     with Client(url, admin_key) as client:
-        link = client.request("POST", "/v1/session/links")["link"]  # signs its first visitor in as admin
-    console.print(f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}", soft_wrap=True)
+        link = client.request("POST", "/v1/session/links")[
+            "link"
+        ]  # signs its first visitor in as admin
+    console.print(
+        f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}", soft_wrap=True
+    )
     again = f"manylora dashboard --url {url} --data-dir {shlex.quote(str(data_dir))}"
     console.print(f"Another link to it: {again}", soft_wrap=True)
     for tenant, key in shown.keys.items():
@@ -108,7 +146,9 @@ def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, 
     console.print("\nWith curl:\n")
     console.print(Text(curl_line(url, shown.keys[ADAPTERS["pirate"]], "pirate")), soft_wrap=True)
     console.print("\nWith openai-python:\n")
-    console.print(Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")), soft_wrap=True)
+    console.print(
+        Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")), soft_wrap=True
+    )
     console.print()
 
 
@@ -130,12 +170,18 @@ def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> 
     except ManyloraError as error:
         console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
         return
-    ends = ", ".join(f"{number} {end}" for end, number in Counter(told.end for told in traffic.told).most_common())
+    ends = ", ".join(
+        f"{number} {end}"
+        for end, number in Counter(told.end for told in traffic.told).most_common()
+    )
     console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
     for difference in differences:
         console.print(f"Its usage does not agree: {difference}.", style="red", soft_wrap=True)
     if not differences:
-        console.print("Its usage agrees to the token: API, CSV, events, and what its answers said.", soft_wrap=True)
+        console.print(
+            "Its usage agrees to the token: API, CSV, events, and what its answers said.",
+            soft_wrap=True,
+        )
 
 
 def curl_line(url: str, key: str, model: str) -> str:

@@ -94,7 +94,9 @@ class Traffic:
 def plan(duration_s: float = DURATION_S) -> list[Planned]:
     """The requests of the first `duration_s` seconds, in order."""
     rng = random.Random(_SEED)  # noqa: S311 - the same traffic each time
-    asked, recorded = (json.loads(path.read_text(encoding="utf-8")) for path in (demo.QUESTIONS, demo.EXPECTED))
+    asked, recorded = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (demo.QUESTIONS, demo.EXPECTED)
+    )
     planned = []
     for second in range(math.ceil(duration_s)):
         moments = sorted(second + rng.random() ** 3 for _ in range(_RHYTHM[second % len(_RHYTHM)]))
@@ -121,18 +123,25 @@ async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Tr
 
     async def send(http: httpx.AsyncClient, number: int, planned: Planned) -> None:
         async with places:
-            traffic.told.append(await _send(http, keys[planned.tenant]["key"], f"demo-{number:04}", planned))
+            traffic.told.append(
+                await _send(http, keys[planned.tenant]["key"], f"demo-{number:04}", planned)
+            )
 
     lost: ExceptionGroup[httpx.TransportError] | None = None
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http, asyncio.TaskGroup() as clients:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
+            asyncio.TaskGroup() as clients,
+        ):
             for number, planned in enumerate(plan(duration_s), 1):
                 await asyncio.sleep(max(started + planned.at_s - loop.time(), 0))
                 clients.create_task(send(http, number, planned))
     except* httpx.TransportError as errors:
         lost = errors
     if lost is not None:
-        raise ManyloraError(f"The server does not answer any more ({lost.exceptions[0]}).") from lost
+        raise ManyloraError(
+            f"The server does not answer any more ({lost.exceptions[0]})."
+        ) from lost
     return traffic
 
 
@@ -144,10 +153,16 @@ def _key(client: Client, tenant: str) -> dict[str, Any]:
     return client.create_key(tenant, name=KEY_NAME, scopes=["infer"])
 
 
-def _draw(rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Planned:
+def _draw(
+    rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]
+) -> Planned:
     (model, tenant), manner = _pick(rng, _SPEAKERS), _pick(rng, _MANNERS)
     question = rng.choice(asked["questions"])
-    body: dict[str, Any] = {"model": model, "temperature": rng.choice((0, 0, 0.7)), "seed": rng.randrange(1 << 31)}
+    body: dict[str, Any] = {
+        "model": model,
+        "temperature": rng.choice((0, 0, 0.7)),
+        "seed": rng.randrange(1 << 31),
+    }
     body["messages"] = [{"role": "user", "content": question}]
     path, leaves_after = "/v1/chat/completions", None
     if manner == "question":
@@ -174,12 +189,17 @@ def _pick(rng: random.Random, weighted: Mapping[Any, int]) -> Any:  # noqa: ANN4
 
 
 def _talk(
-    rng: random.Random, model: str, system_prompts: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]
+    rng: random.Random,
+    model: str,
+    system_prompts: Mapping[str, str],
+    recorded: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, str]]:
     """A part of one of two conversations; its earlier turns are in the prefix cache when it comes again."""
     style = "base" if model == BASE_NAME else model
     told = recorded[:: rng.choice((1, -1))][: rng.randint(3, 6)]
-    messages = [{"role": "system", "content": system_prompts.get(style, "You are a helpful assistant.")}]
+    messages = [
+        {"role": "system", "content": system_prompts.get(style, "You are a helpful assistant.")}
+    ]
     for exchange in told:
         messages.append({"role": "user", "content": exchange["question"]})
         messages.append({"role": "assistant", "content": exchange["answers"][style]})
@@ -202,7 +222,9 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
             usage = event.get("usage") or usage
             if reason := next((choice["finish_reason"] for choice in event["choices"]), None):
                 end, is_whole = reason, True
-            elif not is_whole and usage.get("completion_tokens", 0) >= (planned.leaves_after or math.inf):
+            elif not is_whole and usage.get("completion_tokens", 0) >= (
+                planned.leaves_after or math.inf
+            ):
                 end = LEFT
                 break
     usage = {**usage, **usage.get("prompt_tokens_details", {})}
@@ -210,7 +232,9 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
     return Told(request_id=request_id, end=end, is_whole=is_whole, tokens=tokens)
 
 
-def usage_differences(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S) -> list[str]:
+def usage_differences(
+    url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S
+) -> list[str]:
     """Compare the usage of the traffic's keys: totals, CSV, events, and what the clients were told.
 
     Each answer that was read to its end must have one event, with exactly the tokens that it told; each whose client
@@ -234,7 +258,9 @@ def usage_differences(url: str, admin_key: str, traffic: Traffic, wait_s: float 
     with Client(url, admin_key) as client:
         events = _events(client, asked, {told.request_id for told in billed}, wait_s)
         totals = _sum([client.usage(**asked)["totals"]])
-        table = csv.DictReader(io.StringIO("".join(client.usage_csv(**asked, group_by="tenant,adapter,status"))))
+        table = csv.DictReader(
+            io.StringIO("".join(client.usage_csv(**asked, group_by="tenant,adapter,status")))
+        )
         from_csv = _sum(list(table))
     by_id = {event["request_id"]: event for event in events}
     of_events = _sum([{**event, "requests": 1} for event in events])
@@ -245,10 +271,14 @@ def usage_differences(url: str, admin_key: str, traffic: Traffic, wait_s: float 
     ]
     if len(by_id) != len(events):
         differences.append(f"{len(events)} events for {len(by_id)} requests")
-    return differences + [each for told in billed for each in _differences(told, by_id.get(told.request_id))]
+    return differences + [
+        each for told in billed for each in _differences(told, by_id.get(told.request_id))
+    ]
 
 
-def _events(client: Client, asked: Mapping[str, Any], awaited: set[str], wait_s: float) -> list[dict[str, Any]]:
+def _events(
+    client: Client, asked: Mapping[str, Any], awaited: set[str], wait_s: float
+) -> list[dict[str, Any]]:
     """The usage events, once those of the requests `awaited` are there or the time is over."""
     deadline = time.monotonic() + wait_s
     while True:
@@ -266,7 +296,15 @@ def _differences(told: Told, event: Mapping[str, Any] | None) -> list[str]:
     if event is None:
         return [f"{told.request_id} has no event"]
     billed = {figure: event[figure] for figure in FIGURES[1:]}
-    agrees = billed == told.tokens if told.is_whole else all(billed[name] >= told.tokens[name] for name in billed)
+    agrees = (
+        billed == told.tokens
+        if told.is_whole
+        else all(billed[name] >= told.tokens[name] for name in billed)
+    )
     if told.is_whole and event["status"] != told.end:
         return [f"{told.request_id} is recorded as {event['status']}, but ended with {told.end}"]
-    return [] if agrees else [f"{told.request_id} is billed {billed}, but its client was told {dict(told.tokens)}"]
+    return (
+        []
+        if agrees
+        else [f"{told.request_id} is billed {billed}, but its client was told {dict(told.tokens)}"]
+    )

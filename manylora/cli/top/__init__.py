@@ -32,7 +32,13 @@ Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds be
 Once = Annotated[bool, typer.Option("--once", help="Show one frame and exit.")]
 
 
-def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once = False, server: SERVER = None) -> None:
+def top(
+    url: URL = None,
+    key: KEY = None,
+    interval: Interval = 1.0,
+    once: Once = False,
+    server: SERVER = None,
+) -> None:
     """Watch the running engine until Ctrl-C: steps, memory pages, adapters, tenants; needs the admin key.
 
     Of a gateway it shows the servers, and with --server the engine of one replica. Where the output is no terminal,
@@ -48,7 +54,9 @@ def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once =
         console.print(frame(body, 0.0, console.size))
         return
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler if console.is_terminal else _end_now)
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler if console.is_terminal else _end_now
+        )
     try:
         _watch(console, client, interval, server)
     except KeyboardInterrupt:

@@ -65,7 +65,9 @@ class TenantRow:
     refused: Counter[str]
 
 
-def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, trouble: str | None = None) -> RenderableType:
+def frame(
+    body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, trouble: str | None = None
+) -> RenderableType:
     """A snapshot for a terminal of this size.
 
     Args:
@@ -77,7 +79,9 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
     if "ready" not in body:
         return _servers(body, size.height, trouble)
     ready = body["ready"]
-    name = number_format(ready["dtype"], ready["memory"]["weights"], ready["geometry"]["is_kv_int8"])
+    name = number_format(
+        ready["dtype"], ready["memory"]["weights"], ready["geometry"]["is_kv_int8"]
+    )
     lines = [Text(f"{body['model']} on {ready['device']}, {name}", "bold")]
     if trouble is not None:
         lines.append(Text(trouble, "bold red"))
@@ -86,7 +90,8 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
         if label == "pages":
             lines.append(Text(" " * LABEL) + _bar(body["pages"], size.width - LABEL))
     shown: list[RenderableType] = [
-        Text(line.plain, line.style, spans=line.spans, no_wrap=True, overflow="ellipsis") for line in lines
+        Text(line.plain, line.style, spans=line.spans, no_wrap=True, overflow="ellipsis")
+        for line in lines
     ]
     room = size.height - len(lines)
     tenants = tenant_rows(body)
@@ -135,14 +140,21 @@ def shares(counts: Sequence[int], width: int) -> list[int]:
 def tenant_rows(body: Mapping[str, Any]) -> list[TenantRow]:
     """Tenants with requests in the engine, and those with refusals; the most served first."""
     admission, rows = body["admission"], []
-    for name in body["tenants"].keys() | {name for name, gate in admission.items() if gate["refused"]}:
+    for name in body["tenants"].keys() | {
+        name for name, gate in admission.items() if gate["refused"]
+    }:
         load, gate = body["tenants"].get(name, {}), admission.get(name, {})
-        numbers = {each: load.get(each, 0) for each in ("weight", "rate", "running", "paused", "waiting")}
+        numbers = {
+            each: load.get(each, 0) for each in ("weight", "rate", "running", "paused", "waiting")
+        }
         numbers["in step"] = numbers["running"] - numbers["paused"]
         reasons, refused = Counter(load.get("reasons", {})), Counter(gate.get("refused", {}))
         rows.append(TenantRow(name, numbers, gate.get("wait_s"), reasons, refused))
     most = ("rate", "in step", "waiting")
-    return sorted(rows, key=lambda row: (*(-row.numbers[each] for each in most), -row.refused.total(), row.name))
+    return sorted(
+        rows,
+        key=lambda row: (*(-row.numbers[each] for each in most), -row.refused.total(), row.name),
+    )
 
 
 def cells(rows: Sequence[TenantRow], num_shown: int) -> Iterator[dict[str, str]]:
@@ -160,7 +172,9 @@ def cells(rows: Sequence[TenantRow], num_shown: int) -> Iterator[dict[str, str]]
             "DUE": _share(row.numbers["weight"], weight),
             "SERVED": _share(row.numbers["rate"], rate),
             **{each.upper(): f"{row.numbers[each]:,}" for each in ("in step", "paused", "waiting")},
-            "WAIT": "none" if row.wait_s is not None and row.wait_s < 0.05 else seconds_text(row.wait_s),
+            "WAIT": "none"
+            if row.wait_s is not None and row.wait_s < 0.05
+            else seconds_text(row.wait_s),
             "WHY": counts_text(in_words(row.reasons, REASONS)) if row.numbers["waiting"] else "",
             "REFUSED": counts_text(in_words(row.refused, REFUSALS)),
         }
@@ -186,7 +200,9 @@ def _facts(body: Mapping[str, Any], age_s: float) -> Iterator[tuple[str, str]]:
     generated, prompt = token_rates(body, age_s)
     idle_s = (body["last_step_age_s"] or 0.0) + age_s
     idle = f", idle for {idle_s:,.0f} s" if body["num_steps"] and idle_s > IDLE_S else ""
-    reasons = f" ({counts_text(in_words(body['waiting_reasons'], REASONS))})" if body["waiting"] else ""
+    reasons = (
+        f" ({counts_text(in_words(body['waiting_reasons'], REASONS))})" if body["waiting"] else ""
+    )
     yield "requests", f"{_running(body)}, {body['waiting']:,} waiting{reasons}"
     yield "steps", f"{_step_times(body)}; {body['num_steps']:,} since start{idle}"
     yield "tokens/s", f"{generated:,.0f} generated, {prompt:,.0f} of prompts"
@@ -194,7 +210,10 @@ def _facts(body: Mapping[str, Any], age_s: float) -> Iterator[tuple[str, str]]:
     p95 = (f"{path} p95 {seconds_text(seconds)}" for path, seconds in body["load_p95_s"].items())
     yield "loads", "; ".join([counts_text(body["loads"]), *p95])
     on_device = sum(resident["tier"] == "device" for resident in body["residents"])
-    yield "adapters", f"{on_device:,} of {body['slots']:,} slots in use, {len(body['residents']):,} in memory"
+    yield (
+        "adapters",
+        f"{on_device:,} of {body['slots']:,} slots in use, {len(body['residents']):,} in memory",
+    )
 
 
 def _step_times(body: Mapping[str, Any]) -> str:
@@ -205,12 +224,16 @@ def _step_times(body: Mapping[str, Any]) -> str:
 
 
 def _running(body: Mapping[str, Any]) -> str:
-    return f"{body['running']:,} running ({body['base_running']:,} base, {num_paused(body):,} paused)"
+    return (
+        f"{body['running']:,} running ({body['base_running']:,} base, {num_paused(body):,} paused)"
+    )
 
 
 def _bar(pages: Mapping[str, int], width: int) -> Text:
     parts = shares([pages[kind] for kind in BAR], max(width, 0))
-    return Text.assemble(*((glyph * part, colour) for (glyph, colour), part in zip(BAR.values(), parts, strict=True)))
+    return Text.assemble(
+        *((glyph * part, colour) for (glyph, colour), part in zip(BAR.values(), parts, strict=True))
+    )
 
 
 def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
@@ -221,7 +244,9 @@ def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
     for name in header:
         is_text = name in TEXTS
         longest = max(len(name), *(len(row[name]) for row in shown))
-        table.add_column(name, justify="left" if is_text else "right", width=None if is_text else longest)
+        table.add_column(
+            name, justify="left" if is_text else "right", width=None if is_text else longest
+        )
     for row in shown:
         table.add_row(*(Text(row[name], no_wrap=True, overflow="ellipsis") for name in header))
     return table
@@ -232,8 +257,15 @@ def _servers(body: Mapping[str, Any], height: int, trouble: str | None) -> Group
     rows = list(server_rows(body))
     styles = ["bold", *("" if row[2] == "ready" else "red" for row in rows)]
     table = zip(table_lines([SERVERS, *rows], LOADS), styles, strict=True)
-    lines = [(servers_line(body), "bold"), *([(trouble, "bold red")] if trouble else []), ("", ""), *table]
-    return Group(*(Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in lines[:height]))
+    lines = [
+        (servers_line(body), "bold"),
+        *([(trouble, "bold red")] if trouble else []),
+        ("", ""),
+        *table,
+    ]
+    return Group(
+        *(Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in lines[:height])
+    )
 
 
 def _adapters(body: Mapping[str, Any], height: int) -> Table:
@@ -241,13 +273,22 @@ def _adapters(body: Mapping[str, Any], height: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     for name in HEADER:
         is_text = name in HEADER[:2]
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            name, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis"
+        )
     ranked = sorted(body["residents"], key=_rank)
     num_shown = len(ranked) if len(ranked) <= height else max(height - 1, 0)
     for resident in ranked[:num_shown]:
         counts = (f"{resident[name]:,}" for name in ("pages", "running", "holds", "uses", "loads"))
-        cells = (adapter_name(resident), resident["tier"], *counts, seconds_text(resident["load_p95_s"]))
-        table.add_row(*(Text(cell) for cell in cells), style="" if resident["running"] else "bright_black")
+        cells = (
+            adapter_name(resident),
+            resident["tier"],
+            *counts,
+            seconds_text(resident["load_p95_s"]),
+        )
+        table.add_row(
+            *(Text(cell) for cell in cells), style="" if resident["running"] else "bright_black"
+        )
     if height > 0 and num_shown < len(ranked):
         table.add_row(Text(f"and {len(ranked) - num_shown:,} more", "italic"))
     return table

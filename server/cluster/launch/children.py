@@ -59,7 +59,9 @@ class Child(subprocess.Popen[str]):
         """
         while self._url is None:
             if self.poll() is not None:
-                self._pump.join(1)  # its last lines come before the error; a child of its own may hold the pipe
+                self._pump.join(
+                    1
+                )  # its last lines come before the error; a child of its own may hold the pipe
                 message = f"{self._name} ended with status {self.returncode} while it started; its last lines say why."
                 raise ManyloraError(message)
             time.sleep(0.05)
@@ -78,6 +80,8 @@ class Child(subprocess.Popen[str]):
             for line in self.stdout or ():
                 if self._url is None and (found := _READY.match(line)):
                     self._url = found[1]
-                with suppress(OSError):  # nobody reads us any more, and the child must not block on that
+                with suppress(
+                    OSError
+                ):  # nobody reads us any more, and the child must not block on that
                     sys.stdout.write(f"{self._name} | {line}")
                     sys.stdout.flush()

@@ -51,13 +51,26 @@ class ManyloraReplica:
         environ = {**environment(), **settings, METRICS_PORT: "null"}
         for name in SECRETS:
             if name not in environ:
-                raise ConfigError(f"{name} is not in the environment of this Ray node; all servers share its value.")
+                raise ConfigError(
+                    f"{name} is not in the environment of this Ray node; all servers share its value."
+                )
         self._config = load_config({}, environ)
         folder, lock = _free_folder(self._config.server.data_dir)
-        place = ("--host", host or ray.util.get_node_ip_address(), "--port", "0", "--data-dir", str(folder))
-        self._child = Child("replica", ("serve", "--role", "replica", *place), environ, held=(lock,))
+        place = (
+            "--host",
+            host or ray.util.get_node_ip_address(),
+            "--port",
+            "0",
+            "--data-dir",
+            str(folder),
+        )
+        self._child = Child(
+            "replica", ("serve", "--role", "replica", *place), environ, held=(lock,)
+        )
         os.close(lock)
-        self._http = httpx.AsyncClient(base_url=self._child.wait_ready(), trust_env=False, timeout=ANSWER_S)
+        self._http = httpx.AsyncClient(
+            base_url=self._child.wait_ready(), trust_env=False, timeout=ANSWER_S
+        )
         self._token = keyed_digest(environ["MANYLORA_PEPPER"].encode(), SHARED)
 
     async def check_health(self) -> None:

@@ -76,24 +76,34 @@ def up(config: Config, replicas: int, plan: dict[str, object] | None, announce: 
     shared = _shared_environment(config, data_dir, replicas, announce)
     asyncio.run(_upgrade(shared[DATABASE_URL], data_dir))
 
-    def server(name: str, role: str, *place: str, cores: Sequence[int] = (), **own: str) -> Callable[[], Child]:
+    def server(
+        name: str, role: str, *place: str, cores: Sequence[int] = (), **own: str
+    ) -> Callable[[], Child]:
         arguments = ("serve", "--role", role, "--data-dir", str(data_dir / name), *place)
         return partial(Child, name, arguments, {**shared, **own}, cores=cores)
 
     gpus = 0 if config.model.device == "cpu" else count_cuda_devices()
     if plan is not None:
-        words = json.dumps({**plan, "replicas": replicas, "gpus": int(gpus > 0 or config.model.device == "cuda")})
+        words = json.dumps(
+            {**plan, "replicas": replicas, "gpus": int(gpus > 0 or config.model.device == "cuda")}
+        )
         computing: dict[str, Callable[[], Child]] = {
-            "ray": partial(Child, "ray", ("cluster", "ray", words), _ray_environment(plan, data_dir) | shared)
+            "ray": partial(
+                Child, "ray", ("cluster", "ray", words), _ray_environment(plan, data_dir) | shared
+            )
         }
     else:
-        visible = (environment().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+        visible = (
+            environment().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        ).split(",")
         computing = {}
         for number in range(replicas):
             name, gpu = f"replica-{number}", visible[number % len(visible)]
             own = {METRICS_PORT: "null", "CUDA_VISIBLE_DEVICES": gpu}
             cores = () if gpus or config.model.threads else own_cores(number, replicas)
-            computing[name] = server(name, "replica", "--host", "127.0.0.1", "--port", "0", cores=cores, **own)
+            computing[name] = server(
+                name, "replica", "--host", "127.0.0.1", "--port", "0", cores=cores, **own
+            )
     gateway = {"gateway": server("gateway", "gateway", "--port", url.rpartition(":")[2])}
     asyncio.run(_run((gateway, computing), config.server.drain_s, announce, url))
 
@@ -120,13 +130,17 @@ async def _run(groups: Sequence[Starts], drain_s: float, announce: Announce, url
         await asyncio.wait((asking, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            keeping += [asyncio.create_task(_keep(name, starts[name], running, announce)) for name in starts]
+            keeping += [
+                asyncio.create_task(_keep(name, starts[name], running, announce)) for name in starts
+            ]
             keeping.append(asyncio.create_task(_announce_ready(url, announce)))
             await asking
     finally:
         await cancel_all(keeping)
         for group in groups:
-            await asyncio.gather(*(asyncio.to_thread(running[name].end, drain_s + SLACK_S) for name in group))
+            await asyncio.gather(
+                *(asyncio.to_thread(running[name].end, drain_s + SLACK_S) for name in group)
+            )
         await asyncio.gather(starting, return_exceptions=True)  # of a start that a signal ended
 
 
@@ -141,7 +155,9 @@ async def _announce_ready(url: str, announce: Announce) -> None:
     announce(f"manylora: listening on {url}")
 
 
-async def _keep(name: str, start: Callable[[], Child], running: dict[str, Child], announce: Announce) -> None:
+async def _keep(
+    name: str, start: Callable[[], Child], running: dict[str, Child], announce: Announce
+) -> None:
     delay_s, started_s = FIRST_DELAY_S, time.monotonic()
     while True:
         watching = asyncio.create_task(_kill_if_silent(name, running[name], announce))
@@ -181,7 +197,9 @@ def own_cores(number: int, replicas: int) -> Sequence[int]:
     return cores[start:end] if len(cores) >= replicas else []
 
 
-def _shared_environment(config: Config, data_dir: Path, replicas: int, announce: Announce) -> dict[str, str]:
+def _shared_environment(
+    config: Config, data_dir: Path, replicas: int, announce: Announce
+) -> dict[str, str]:
     """What all servers have in their environment: every setting, and the secrets, made once."""
     environ = environment()
     key, pepper = admin_key(data_dir, environ), given_pepper(environ)
@@ -196,16 +214,23 @@ def _shared_environment(config: Config, data_dir: Path, replicas: int, announce:
         "model.threads": config.model.threads or max(1, usable_cores() // replicas),
         "server.advertised_url": None,
         "server.data_dir": data_dir,
-        "registry.database_url": config.registry.database_url or f"sqlite:///{data_dir / 'registry.sqlite'}",
+        "registry.database_url": config.registry.database_url
+        or f"sqlite:///{data_dir / 'registry.sqlite'}",
         "registry.blob_url": config.registry.blob_url if in_s3 else str(config.blob_dir.absolute()),
     }
-    given = {f"{part}.{name}": value for part, names in asdict(config).items() for name, value in names.items()}
+    given = {
+        f"{part}.{name}": value
+        for part, names in asdict(config).items()
+        for name, value in names.items()
+    }
     settings = {
-        environment_name(name): "null" if value is None else str(value) for name, value in (given | own).items()
+        environment_name(name): "null" if value is None else str(value)
+        for name, value in (given | own).items()
     }
     kept = {
         VARIABLE: key.secret,
-        "MANYLORA_PEPPER": pepper or kept_secret(data_dir / "cluster.pepper", secrets.token_hex(32)),
+        "MANYLORA_PEPPER": pepper
+        or kept_secret(data_dir / "cluster.pepper", secrets.token_hex(32)),
     }
     return {**environ, **settings, **kept, "MANYLORA_CONFIG": ""}  # the settings are complete
 

@@ -74,7 +74,9 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def files(blobs: LocalBlobs) -> list[str]:
-    return sorted(str(path.relative_to(blobs.root)) for path in blobs.root.rglob("*") if not path.is_dir())
+    return sorted(
+        str(path.relative_to(blobs.root)) for path in blobs.root.rglob("*") if not path.is_dir()
+    )
 
 
 def read_error(blobs: BlobStore) -> str:
@@ -155,7 +157,12 @@ def flipped(position: int) -> bytes:
 
 @pytest.mark.parametrize(
     "spoilt",
-    [*map(flipped, (0, 1, len(CONTENT) // 2, len(CONTENT) - 1)), b"", CONTENT[:-1], CONTENT + b"\0"],
+    [
+        *map(flipped, (0, 1, len(CONTENT) // 2, len(CONTENT) - 1)),
+        b"",
+        CONTENT[:-1],
+        CONTENT + b"\0",
+    ],
     ids=["first byte", "second byte", "middle", "last byte", "empty", "truncated", "grown"],
 )
 def test_a_spoilt_blob_is_found_on_every_read(kept: Kept, spoilt: bytes) -> None:
@@ -245,7 +252,9 @@ def test_a_disk_that_fills_up_at_any_step_is_a_capacity_error(
     def full(*args: object, **options: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full_when_creating(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def full_when_creating(
+        path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
         return full() if flags & os.O_CREAT else real_open(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, step, full_when_creating if step == "open" else full)
@@ -271,7 +280,9 @@ def test_other_disk_errors_are_not_called_a_full_disk(
 
 
 @pytest.mark.parametrize("lost", ["tmp", "."])
-def test_a_store_whose_folder_was_deleted_says_so_and_comes_back(blobs: LocalBlobs, tmp_path: Path, lost: str) -> None:
+def test_a_store_whose_folder_was_deleted_says_so_and_comes_back(
+    blobs: LocalBlobs, tmp_path: Path, lost: str
+) -> None:
     folder, away = blobs.root / lost, tmp_path / "away"
     writer = blobs.create()
     writer.write(CONTENT)
@@ -372,7 +383,9 @@ def test_identical_commits_at_once_in_processes_leave_sound_blobs(blobs: LocalBl
         read(blobs, digest)
 
 
-NEARLY_DIGESTS = st.one_of(st.text(), st.text("09af/.\n\0"), st.text("09afABFg", min_size=64, max_size=64))
+NEARLY_DIGESTS = st.one_of(
+    st.text(), st.text("09af/.\n\0"), st.text("09afABFg", min_size=64, max_size=64)
+)
 
 
 def is_digest(text: str) -> bool:

@@ -63,7 +63,10 @@ def test_what_is_committed_cannot_be_changed() -> None:
     assert place is not None
     with pytest.raises(OSError, match="not permitted"):
         os.truncate(place.path, 1)
-    with open(place.path, "r+b", buffering=0) as file, pytest.raises(OSError, match="not permitted"):
+    with (
+        open(place.path, "r+b", buffering=0) as file,
+        pytest.raises(OSError, match="not permitted"),
+    ):
         file.write(b"x")
 
 
@@ -91,7 +94,10 @@ def test_another_process_opens_it_and_keeps_it() -> None:
     place = blobs.place(DIGEST)
     assert place is not None
     program = f"import sys; sys.stdout.buffer.write(open({place.path!r}, 'rb').read())"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == CONTENT
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+        == CONTENT
+    )
     other.adopt(DIGEST, place)
     blobs.delete(DIGEST)
     assert content_of(other, DIGEST) == CONTENT

@@ -87,7 +87,9 @@ def test_nothing_is_stored_before_prepare_and_nothing_is_named_before_commit(
     assert copies(tmp_path / "cache") == {DIGEST}
 
 
-def test_what_was_deleted_between_prepare_and_commit_is_stored_again(blobs: S3Blobs, bucket: str, s3: S3Server) -> None:
+def test_what_was_deleted_between_prepare_and_commit_is_stored_again(
+    blobs: S3Blobs, bucket: str, s3: S3Server
+) -> None:
     with blobs.create() as writer:
         writer.write(CONTENT)
         writer.prepare()
@@ -96,7 +98,9 @@ def test_what_was_deleted_between_prepare_and_commit_is_stored_again(blobs: S3Bl
     assert s3.get(bucket, KEY) == CONTENT
 
 
-def test_bytes_written_after_prepare_are_stored_too(blobs: S3Blobs, bucket: str, s3: S3Server) -> None:
+def test_bytes_written_after_prepare_are_stored_too(
+    blobs: S3Blobs, bucket: str, s3: S3Server
+) -> None:
     with blobs.create() as writer:
         writer.write(CONTENT[:100])
         writer.prepare()
@@ -120,7 +124,9 @@ def test_an_object_with_a_flipped_bit_is_never_served_nor_kept(
     assert read(s3_blobs_in(bucket, tmp_path / "third")) == CONTENT
 
 
-def test_a_corrupt_copy_is_told_once_and_mended_by_the_next_read(blobs: S3Blobs, tmp_path: Path) -> None:
+def test_a_corrupt_copy_is_told_once_and_mended_by_the_next_read(
+    blobs: S3Blobs, tmp_path: Path
+) -> None:
     store(blobs)
     (copy,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
     spoilt = bytearray(CONTENT)
@@ -131,7 +137,9 @@ def test_a_corrupt_copy_is_told_once_and_mended_by_the_next_read(blobs: S3Blobs,
     assert read(blobs) == CONTENT
 
 
-def test_a_peek_reads_the_beginning_and_makes_no_copy(blobs: S3Blobs, bucket: str, tmp_path: Path) -> None:
+def test_a_peek_reads_the_beginning_and_makes_no_copy(
+    blobs: S3Blobs, bucket: str, tmp_path: Path
+) -> None:
     store(blobs)
     elsewhere = s3_blobs_in(bucket, tmp_path / "elsewhere")
     assert elsewhere.peek(DIGEST, 10) == blobs.peek(DIGEST, 10) == (CONTENT[:10], len(CONTENT))
@@ -152,7 +160,9 @@ def test_the_copies_used_longest_ago_go_first(bucket: str, tmp_path: Path) -> No
     read(blobs, digests[0])
     fourth = store(blobs, b"3" * MIB)
     assert copies(tmp_path / "cache") == {digests[0], digests[2], fourth}
-    assert read(blobs, digests[1]) == bytes([1]) * MIB  # fetched again, which takes the room of another
+    assert (
+        read(blobs, digests[1]) == bytes([1]) * MIB
+    )  # fetched again, which takes the room of another
     assert copies(tmp_path / "cache") == {digests[0], digests[1], fourth}
 
 
@@ -186,8 +196,13 @@ def test_many_readers_of_one_blob_fetch_it_once(
     assert asked == [(0, PART_BYTES), (PART_BYTES, 2 * PART_BYTES)]
 
 
-def test_readers_in_a_cache_that_holds_nothing_all_get_their_bytes(blobs: S3Blobs, bucket: str, tmp_path: Path) -> None:
-    contents = {store(blobs, content): content for content in (bytes([number]) * 100_000 for number in range(4))}
+def test_readers_in_a_cache_that_holds_nothing_all_get_their_bytes(
+    blobs: S3Blobs, bucket: str, tmp_path: Path
+) -> None:
+    contents = {
+        store(blobs, content): content
+        for content in (bytes([number]) * 100_000 for number in range(4))
+    }
     tight = s3_blobs_in(bucket, tmp_path / "tight", cache_bytes=0)
     wrong: list[str] = []
 
@@ -220,7 +235,9 @@ def test_objects_that_another_server_may_be_publishing_are_not_told_for_the_swee
     assert list(s3_blobs_in(bucket, tmp_path / "elsewhere").digests()) == [DIGEST]
 
 
-def test_copies_without_an_object_are_told_for_the_sweep(blobs: S3Blobs, bucket: str, s3: S3Server) -> None:
+def test_copies_without_an_object_are_told_for_the_sweep(
+    blobs: S3Blobs, bucket: str, s3: S3Server
+) -> None:
     store(blobs)
     s3.http.delete(f"/{bucket}/{KEY}")
     assert list(blobs.digests()) == [DIGEST]
@@ -233,7 +250,9 @@ def test_a_probe_leaves_nothing(blobs: S3Blobs, bucket: str, s3: S3Server) -> No
 
 def test_a_missing_bucket_is_said_plainly(tmp_path: Path) -> None:
     blobs = s3_blobs_in("no-such-bucket", tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/team/a cannot be used \(NoSuchBucket\)"):
+    with pytest.raises(
+        ConfigError, match=r"s3://no-such-bucket/team/a cannot be used \(NoSuchBucket\)"
+    ):
         blobs.probe()
     assert read_error(blobs) == "storage.unavailable"
     with pytest.raises(CapacityError) as caught:
@@ -255,7 +274,9 @@ def test_wrong_keys_are_said_plainly_and_never_shown(
             list(blobs.digests())
         with pytest.raises(CapacityError):
             blobs.delete(DIGEST)
-    shown = " ".join(record.getMessage() for record in caplog.records if record.name.startswith("manylora"))
+    shown = " ".join(
+        record.getMessage() for record in caplog.records if record.name.startswith("manylora")
+    )
     assert "InvalidAccessKeyId" in shown
     shown += str(caught.value) + repr(blobs)
     assert SECRET_KEY not in shown
@@ -277,7 +298,10 @@ def test_a_server_that_is_gone_is_told_and_not_asked_by_everybody(
         blobs = s3_blobs_in(bucket, tmp_path / "cache")
         with pytest.raises(CapacityError) as caught:
             blobs.probe()
-        assert (caught.value.code, caught.value.retry_after_s) == ("storage.unavailable", buckets.DOWN_S)
+        assert (caught.value.code, caught.value.retry_after_s) == (
+            "storage.unavailable",
+            buckets.DOWN_S,
+        )
         closed.listen(1)
         closed.setblocking(False)
         now_s += buckets.DOWN_S - 0.1

@@ -44,7 +44,9 @@ def is_bounded(error: AdapterError) -> bool:
 
 
 def test_faults_of_both_files_are_told_together_and_in_the_same_order(tmp_path: Path) -> None:
-    config = config_bytes(use_dora=True, fan_in_fan_out=True, modules_to_save=["lm_head"], r=70, new_field=1)
+    config = config_bytes(
+        use_dora=True, fan_in_fan_out=True, modules_to_save=["lm_head"], r=70, new_field=1
+    )
     tensors = {
         **q_and_v(BASE, rank=70),
         "base_model.model.lm_head.weight": tensor((8, 64)),
@@ -73,7 +75,9 @@ def test_faults_of_both_files_are_told_together_and_in_the_same_order(tmp_path: 
         ("weights.rank_mismatch", lora_name(1, "self_attn.q_proj", "A")),
     ]
     dora = error.findings[6]
-    assert f"The same is wrong with {LAYER}1.self_attn.q_proj.lora_magnitude_vector." in dora.message
+    assert (
+        f"The same is wrong with {LAYER}1.self_attn.q_proj.lora_magnitude_vector." in dora.message
+    )
     assert dora.hint == "It belongs to DoRA: retrain with use_dora=false."
     assert refused(tmp_path, config, weights_bytes(tensors)).findings == error.findings
     assert is_bounded(error)
@@ -91,11 +95,15 @@ def test_faults_of_both_files_are_told_together_and_in_the_same_order(tmp_path: 
     ],
     ids=["unknown", "base weights", "layers", "every hint"],
 )  # fmt: skip
-def test_thousands_of_bad_names_make_a_short_report_with_little_work(tmp_path: Path, names: list[str]) -> None:
+def test_thousands_of_bad_names_make_a_short_report_with_little_work(
+    tmp_path: Path, names: list[str]
+) -> None:
     names = [name[:256] for name in names]
     weights = weights_bytes({name: tensor((1, 1)) for name in names})
     config = config_bytes(
-        **{f"unknown_{number}": "x" * 90 for number in range(300)}, use_dora=True, fan_in_fan_out=True
+        **{f"unknown_{number}": "x" * 90 for number in range(300)},
+        use_dora=True,
+        fan_in_fan_out=True,
     )
     with counted_calls() as calls:
         error = refused(tmp_path, config, weights)
@@ -104,12 +112,21 @@ def test_thousands_of_bad_names_make_a_short_report_with_little_work(tmp_path: P
     assert is_bounded(error)
 
 
-def test_more_tensors_than_are_read_and_more_kinds_of_faults_than_are_listed(tmp_path: Path) -> None:
+def test_more_tensors_than_are_read_and_more_kinds_of_faults_than_are_listed(
+    tmp_path: Path,
+) -> None:
     many = weights_bytes({f"evil.{number}": tensor((1,)) for number in range(10_000)})
     error = refused(tmp_path, config_bytes(), many)
     assert [finding.code for finding in error.findings] == ["weights.too_many_tensors"]
     fields: dict[str, Any] = dict.fromkeys(
-        ("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_dropout", "use_rslora"),
+        (
+            "target_modules",
+            "exclude_modules",
+            "layers_pattern",
+            "layers_to_transform",
+            "lora_dropout",
+            "use_rslora",
+        ),
         "0" * 5000,
     )
     features: dict[str, Any] = dict.fromkeys(
@@ -127,7 +144,9 @@ def test_a_config_that_cannot_be_read_does_not_hide_the_weights_faults(tmp_path:
     swapped = refused(tmp_path, good_upload(BASE).weights, config_bytes())
     assert places(swapped) == [("config.not_json", None), ("weights.not_safetensors", None)]
     assert "as the config" in swapped.findings[0].hint
-    ranks = refused(tmp_path, config_bytes(r="8", lora_alpha=0), weights_bytes({"evil": tensor((8, 64))}))
+    ranks = refused(
+        tmp_path, config_bytes(r="8", lora_alpha=0), weights_bytes({"evil": tensor((8, 64))})
+    )
     assert places(ranks) == [
         ("config.rank_invalid", "r"),
         ("config.alpha_invalid", "lora_alpha"),
@@ -146,7 +165,12 @@ def test_a_header_that_is_malformed_is_read_no_further(tmp_path: Path) -> None:
 def test_values_are_told_of_every_tensor_and_beside_faults_of_the_config(tmp_path: Path) -> None:
     spoilt = {
         name: tensor(
-            raw.shape, value=float("nan") if "q_proj.lora_B" in name else 2e4 if "v_proj.lora_B" in name else 1
+            raw.shape,
+            value=float("nan")
+            if "q_proj.lora_B" in name
+            else 2e4
+            if "v_proj.lora_B" in name
+            else 1,
         )
         for name, raw in q_and_v(BASE).items()
     }

@@ -16,14 +16,23 @@ from lora_files import base_shape
 from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from manylora.adapters.lora.layout import plan_layout
 from manylora.adapters.lora.packing import Packing
-from manylora.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError
+from manylora.errors import (
+    AdapterError,
+    AdapterFormatError,
+    AdapterIncompatibleError,
+    PayloadTooLargeError,
+)
 from manylora.memory.geometry import page_geometry
 from mutated_adapters import mutant
 from refusals import is_presentable, outcome
 
 BASE = base_shape()
 GEOMETRY = page_geometry(
-    num_layers=2, num_kv_heads=2, head_dim=16, dtype_bytes=2, largest_row_features=BASE.largest_row_features
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=16,
+    dtype_bytes=2,
+    largest_row_features=BASE.largest_row_features,
 )
 MAX_RANK = 64
 MUTANTS = 2_400
@@ -40,7 +49,9 @@ def test_whatever_is_changed_is_refused_or_can_be_served(tmp_path: Path, batch: 
             ends[end_of(tmp_path / "weights", upload)] += 1
         assert calls() < MOST_CALLS, seed
     assert ends.total() == MUTANTS // BATCHES
-    assert ends["served"] > 0.05 * ends.total()  # else the changes are too coarse to reach what lies behind
+    assert (
+        ends["served"] > 0.05 * ends.total()
+    )  # else the changes are too coarse to reach what lies behind
     assert len(ends) > 25, ends
 
 
@@ -67,6 +78,11 @@ def assert_servable(checkpoint: Checkpoint, weights: bytes) -> None:
     data.seek(min(tensor.entry.start for tensor in checkpoint.tensors))
     Packing(checkpoint, layout, BASE, GEOMETRY).pack(data, list(images), torch.float16)
     assert bool(images.view(torch.float16).isfinite().all())
-    assert all(0 < abs(scaling) <= MAX_RANK and math.isfinite(scaling) for scaling in checkpoint.scalings.values())
+    assert all(
+        0 < abs(scaling) <= MAX_RANK and math.isfinite(scaling)
+        for scaling in checkpoint.scalings.values()
+    )
     assert 1 <= checkpoint.largest_rank <= MAX_RANK
-    assert checkpoint.parameters == sum(math.prod(tensor.entry.shape) for tensor in checkpoint.tensors)
+    assert checkpoint.parameters == sum(
+        math.prod(tensor.entry.shape) for tensor in checkpoint.tensors
+    )

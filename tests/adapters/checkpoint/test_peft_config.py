@@ -54,7 +54,11 @@ _02 = written_by(
     "task_type",
     lora_dropout=0.05,
 )
-_05 = written_by(_02, "auto_mapping init_lora_weights layers_pattern layers_to_transform revision", lora_dropout=0)
+_05 = written_by(
+    _02,
+    "auto_mapping init_lora_weights layers_pattern layers_to_transform revision",
+    lora_dropout=0,
+)
 _10 = written_by(
     _05,
     "alpha_pattern layer_replication loftq_config megatron_config megatron_core rank_pattern use_dora use_rslora",
@@ -64,7 +68,11 @@ OLDER: dict[str, dict[str, Any]] = {
     "0.5": {**_05, "r": 64, "target_modules": None},
     "0.10": {**_10, "r": 16, "target_modules": ["q_proj"]},
     "0.15": {
-        **{key: PEFT_DEFAULTS[key] for key in PEFT_DEFAULTS if key not in ("target_parameters", "use_qalora")},
+        **{
+            key: PEFT_DEFAULTS[key]
+            for key in PEFT_DEFAULTS
+            if key not in ("target_parameters", "use_qalora")
+        },
         "runtime_config": {"ephemeral_gpu_offload": False},
     },
 }
@@ -77,7 +85,10 @@ def test_configs_of_older_peft_versions_are_read(version: str) -> None:
     assert spec.alpha == 16.0
 
 
-AUTO_MAPPING = {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama"}
+AUTO_MAPPING = {
+    "base_model_class": "LlamaForCausalLM",
+    "parent_library": "transformers.models.llama.modeling_llama",
+}
 
 
 @pytest.mark.parametrize(
@@ -114,15 +125,27 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
 
 
 def test_fields_with_an_effect_are_read() -> None:
-    spec = read(r=4, lora_alpha=6.5, use_rslora=True, rank_pattern={"b": 1, "a": 64}, alpha_pattern={"q_proj": 0.5})
+    spec = read(
+        r=4,
+        lora_alpha=6.5,
+        use_rslora=True,
+        rank_pattern={"b": 1, "a": 64},
+        alpha_pattern={"q_proj": 0.5},
+    )
     assert spec == LoraFields(
-        rank=4, alpha=6.5, use_rslora=True, rank_pattern={"b": 1, "a": 64}, alpha_pattern={"q_proj": 0.5}
+        rank=4,
+        alpha=6.5,
+        use_rslora=True,
+        rank_pattern={"b": 1, "a": 64},
+        alpha_pattern={"q_proj": 0.5},
     )
     assert list(spec.rank_pattern) == ["b", "a"]
 
 
 def test_null_patterns_are_empty_ones() -> None:
-    assert read(rank_pattern=None, alpha_pattern=None, use_rslora=None) == LoraFields(rank=8, alpha=16.0)
+    assert read(rank_pattern=None, alpha_pattern=None, use_rslora=None) == LoraFields(
+        rank=8, alpha=16.0
+    )
 
 
 def test_whole_paths_of_a_large_model_fit() -> None:
@@ -134,7 +157,10 @@ def test_whole_paths_of_a_large_model_fit() -> None:
 def test_a_long_config_is_judged_by_its_first_bytes_alone() -> None:
     deep = b'{"a":' * 200_000
     assert code(deep) == code(deep[: MAX_CONFIG_BYTES + 1]) == "config.too_deep"
-    for raw in (config_bytes(revision="x" * 1_000_000), config_bytes(revision="x" * 1_000_000)[: MAX_CONFIG_BYTES + 1]):
+    for raw in (
+        config_bytes(revision="x" * 1_000_000),
+        config_bytes(revision="x" * 1_000_000)[: MAX_CONFIG_BYTES + 1],
+    ):
         with pytest.raises(PayloadTooLargeError) as caught:
             read_config(raw)
         assert caught.value.code == "config.too_large"
@@ -156,7 +182,9 @@ def test_nothing_named_in_a_config_is_imported() -> None:
 
 
 def test_a_config_without_rank_or_alpha_is_read() -> None:
-    config = {name: value for name, value in PEFT_DEFAULTS.items() if name not in ("r", "lora_alpha")}
+    config = {
+        name: value for name, value in PEFT_DEFAULTS.items() if name not in ("r", "lora_alpha")
+    }
     assert read_config(json.dumps(config).encode()) == LoraFields(rank=None, alpha=8.0)
     assert read(r=None).rank is None
     assert code(config_bytes(lora_alpha=None)) == "config.alpha_invalid"
@@ -185,8 +213,13 @@ def test_the_scale_of_mlx_is_the_factor_itself_and_the_file_gives_the_rank(
 ) -> None:
     read = read_config(mlx_config_bytes(**fields))
     assert read == LoraFields(rank=None, alpha=scale, scale=scale)
-    spec = read.spec({"model.layers.0.self_attn.q_proj": 6, "model.layers.1.self_attn.q_proj": 6, "x": 4})
-    assert [spec.module_scaling(path) for path in ("model.layers.1.self_attn.q_proj", "x")] == [scale, scale]
+    spec = read.spec(
+        {"model.layers.0.self_attn.q_proj": 6, "model.layers.1.self_attn.q_proj": 6, "x": 4}
+    )
+    assert [spec.module_scaling(path) for path in ("model.layers.1.self_attn.q_proj", "x")] == [
+        scale,
+        scale,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -216,24 +249,44 @@ def test_the_scale_of_mlx_is_the_factor_itself_and_the_file_gives_the_rank(
     ],
     ids=str,
 )
-def test_configs_of_mlx_that_cannot_be_served_are_refused(fields: dict[str, Any], expected: str) -> None:
+def test_configs_of_mlx_that_cannot_be_served_are_refused(
+    fields: dict[str, Any], expected: str
+) -> None:
     assert code(mlx_config_bytes(**fields)) == expected
 
 
 def test_keys_that_peft_would_stretch_are_not_literal_and_module_paths_are() -> None:
-    for key in ("q_proj", "self_attn.q_proj", "model.layers.10.mlp.up_proj", "experts.0.w1", "lm_head"):
+    for key in (
+        "q_proj",
+        "self_attn.q_proj",
+        "model.layers.10.mlp.up_proj",
+        "experts.0.w1",
+        "lm_head",
+    ):
         assert is_literal_path(key)
-    for key in ("q.proj", "1.0.self_attn.q_proj", "self.attn.q_proj", "layers.1..mlp.up_proj", "^q_proj"):
+    for key in (
+        "q.proj",
+        "1.0.self_attn.q_proj",
+        "self.attn.q_proj",
+        "layers.1..mlp.up_proj",
+        "^q_proj",
+    ):
         assert not is_literal_path(key)
 
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=12),
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4),
+    lambda below: (
+        st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4)
+    ),
     max_leaves=8,
 )
-HOSTILE = st.sampled_from(["LORA", "pissa", "\ud800", "x" * 5000, 10**400, float("nan"), [[[[[[]]]]]], {"q_proj": 0}])
-KEYS = st.sampled_from([*sorted(PEFT_DEFAULTS), "use_bdlora", "kasa_config", "runtime_config"]) | st.text(max_size=8)
+HOSTILE = st.sampled_from(
+    ["LORA", "pissa", "\ud800", "x" * 5000, 10**400, float("nan"), [[[[[[]]]]]], {"q_proj": 0}]
+)
+KEYS = st.sampled_from(
+    [*sorted(PEFT_DEFAULTS), "use_bdlora", "kasa_config", "runtime_config"]
+) | st.text(max_size=8)
 
 
 def check_outcome(raw: bytes) -> None:
@@ -242,8 +295,12 @@ def check_outcome(raw: bytes) -> None:
     if isinstance(spec, AdapterError):
         assert is_presentable(spec, "config.")
         return
-    assert all(type(rank) is int and rank >= 0 for rank in [spec.rank or 0, *spec.rank_pattern.values()])
-    assert all(math.isfinite(alpha) and alpha > 0 for alpha in [spec.alpha, *spec.alpha_pattern.values()])
+    assert all(
+        type(rank) is int and rank >= 0 for rank in [spec.rank or 0, *spec.rank_pattern.values()]
+    )
+    assert all(
+        math.isfinite(alpha) and alpha > 0 for alpha in [spec.alpha, *spec.alpha_pattern.values()]
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -254,23 +311,31 @@ def test_no_change_of_fields_does_more_than_a_refusal(changes: list[tuple[str, A
 
 @settings(max_examples=150, deadline=None)
 @given(
-    changes=st.dictionaries(st.sampled_from(sorted(MLX_CONFIG)) | KEYS, JSON_VALUES | HOSTILE, max_size=2),
+    changes=st.dictionaries(
+        st.sampled_from(sorted(MLX_CONFIG)) | KEYS, JSON_VALUES | HOSTILE, max_size=2
+    ),
     parameters=st.dictionaries(
-        st.sampled_from(["rank", "scale", "alpha", "keys"]) | KEYS, JSON_VALUES | HOSTILE, max_size=2
+        st.sampled_from(["rank", "scale", "alpha", "keys"]) | KEYS,
+        JSON_VALUES | HOSTILE,
+        max_size=2,
     ),
 )
 def test_no_change_of_an_mlx_config_does_more_than_a_refusal(
     changes: dict[str, Any], parameters: dict[str, Any]
 ) -> None:
     given_parameters = {**MLX_CONFIG["lora_parameters"], **parameters}
-    check_outcome(json.dumps({**MLX_CONFIG, "lora_parameters": given_parameters, **changes}).encode())
+    check_outcome(
+        json.dumps({**MLX_CONFIG, "lora_parameters": given_parameters, **changes}).encode()
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     edits=st.lists(
         st.tuples(
-            st.floats(0, 1), st.integers(0, 6), st.binary(max_size=6) | st.sampled_from([b"NaN", b"[" * 20, b"{"])
+            st.floats(0, 1),
+            st.integers(0, 6),
+            st.binary(max_size=6) | st.sampled_from([b"NaN", b"[" * 20, b"{"]),
         ),
         min_size=1,
         max_size=4,

@@ -24,8 +24,18 @@ from bad_upload import EVIL_REGEX
 from counted_calls import counted_calls
 from lora_files import base_shape
 from manylora.adapters.base_shape import MODULE_PATHS
-from manylora.adapters.checkpoint.module_patterns import InvalidKeyError, ModulePatterns, UnsupportedKeyError, matcher
-from manylora.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS, is_literal_path
+from manylora.adapters.checkpoint.module_patterns import (
+    InvalidKeyError,
+    ModulePatterns,
+    UnsupportedKeyError,
+    matcher,
+)
+from manylora.adapters.checkpoint.peft_fields import (
+    FEATURES,
+    INERT_FIELDS,
+    READ_FIELDS,
+    is_literal_path,
+)
 from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from manylora.adapters.ref import LoraSpec
 from manylora.errors import AdapterError
@@ -55,7 +65,9 @@ def trained(config: PeftConfig, dtype: torch.dtype = torch.float32) -> Any:
     """PEFT's model with random LoRA weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft_model = get_peft_model(copy.deepcopy(model()), copy.deepcopy(config), autocast_adapter_dtype=False)
+        peft_model = get_peft_model(
+            copy.deepcopy(model()), copy.deepcopy(config), autocast_adapter_dtype=False
+        )
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -71,7 +83,10 @@ def save(peft_model: Any, folder: Path, **options: Any) -> Path:
 
 def read(folder: Path, max_rank: int = 64) -> Checkpoint:
     return read_checkpoint(
-        (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", BASE, max_rank
+        (folder / "adapter_config.json").read_bytes(),
+        folder / "adapter_model.safetensors",
+        BASE,
+        max_rank,
     )
 
 
@@ -85,14 +100,18 @@ def peft_layers(peft_model: Any) -> dict[tuple[int, int], LoraLayer]:
 
 
 def lora(**fields: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **fields})
+    return LoraConfig(
+        **{"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **fields}
+    )
 
 
 # What `test_exporters` compares with PEFT number by number is not here.
 ACCEPTED = {
     "defaults": lora(),
     "defaults of the architecture": lora(target_modules=None),
-    "full paths": lora(target_modules=["model.layers.1.mlp.up_proj", "model.layers.2.self_attn.q_proj"]),
+    "full paths": lora(
+        target_modules=["model.layers.1.mlp.up_proj", "model.layers.2.self_attn.q_proj"]
+    ),
     "one layer of a pattern": lora(layers_to_transform=1, layers_pattern="layers"),
     "two patterns for one module": lora(rank_pattern={"q_proj": 16, "self_attn.q_proj": 4}),
     "rank 64": lora(r=64),
@@ -110,7 +129,9 @@ def test_plain_lora_has_pefts_ranks_and_scalings(tmp_path: Path, name: str) -> N
     checkpoint = read(save(peft_model, tmp_path))
     layers = peft_layers(peft_model)
     assert checkpoint.ranks == {place: layer.r["default"] for place, layer in layers.items()}
-    assert checkpoint.scalings == pytest.approx({place: layer.scaling["default"] for place, layer in layers.items()})
+    assert checkpoint.scalings == pytest.approx(
+        {place: layer.scaling["default"] for place, layer in layers.items()}
+    )
     assert (checkpoint.applied, checkpoint.total) == (len(layers), 21)
     trainable = sum(p.numel() for n, p in peft_model.named_parameters() if "lora_" in n)
     assert checkpoint.parameters == trainable
@@ -120,7 +141,9 @@ def test_patterns_are_read_in_the_order_of_the_file_as_peft_loads_them(tmp_path:
     config = lora(alpha_pattern={"self_attn.q_proj": 4, "q_proj": 16})
     as_trained = peft_layers(trained(config))[0, 0].scaling["default"]
     save(trained(config), tmp_path)
-    as_loaded = peft_layers(trained(PeftConfig.from_pretrained(str(tmp_path))))[0, 0].scaling["default"]
+    as_loaded = peft_layers(trained(PeftConfig.from_pretrained(str(tmp_path))))[0, 0].scaling[
+        "default"
+    ]
     assert (as_trained, as_loaded) == (0.5, 2.0)
     assert read(tmp_path).scalings[0, 0] == as_loaded
 
@@ -142,7 +165,9 @@ def test_an_adapter_that_was_not_called_default_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_the_recipe_for_base_changing_starts_leads_to_a_good_adapter(tmp_path: Path, start: str) -> None:
+def test_the_recipe_for_base_changing_starts_leads_to_a_good_adapter(
+    tmp_path: Path, start: str
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft_model = get_peft_model(copy.deepcopy(model()), lora(r=4, init_lora_weights=start))
@@ -157,11 +182,17 @@ def test_the_recipe_for_base_changing_starts_leads_to_a_good_adapter(tmp_path: P
         read(save(peft_model, tmp_path / "raw"))
     assert caught.value.code == "config.feature_unsupported"
     assert "path_initial_model_for_weight_conversion" in caught.value.message
-    folder = save(peft_model, tmp_path / "mended", path_initial_model_for_weight_conversion=str(tmp_path / "before"))
+    folder = save(
+        peft_model,
+        tmp_path / "mended",
+        path_initial_model_for_weight_conversion=str(tmp_path / "before"),
+    )
     assert read(folder).largest_rank == 8
 
 
-def test_every_field_of_the_installed_peft_is_in_a_table_and_its_default_is_accepted(tmp_path: Path) -> None:
+def test_every_field_of_the_installed_peft_is_in_a_table_and_its_default_is_accepted(
+    tmp_path: Path,
+) -> None:
     defaults = {**asdict(LoraConfig()), "runtime_config": None}
     assert set(defaults) <= READ_FIELDS | INERT_FIELDS | set(FEATURES)
     for name, feature in FEATURES.items():
@@ -238,10 +269,14 @@ def test_a_key_that_keeps_python_busy_for_ever_is_matched_with_little_work() -> 
 @given(
     keys=st.lists(
         st.text("layers.01_selfattnqp", min_size=1, max_size=20)
-        | st.sampled_from(["q_proj", "self_attn.q_proj", "0.self_attn.q_proj", "layers.10.mlp.up_proj", "q.proj"])
+        | st.sampled_from(
+            ["q_proj", "self_attn.q_proj", "0.self_attn.q_proj", "layers.10.mlp.up_proj", "q.proj"]
+        )
         | st.builds(
             lambda path, at: path[: at % len(path)] + "." + path[at % len(path) + 1 :],
-            st.sampled_from(["layers.110.self_attn.q_proj", "model.layers.10.mlp.up_proj", "self_attn.v_proj"]),
+            st.sampled_from(
+                ["layers.110.self_attn.q_proj", "model.layers.10.mlp.up_proj", "self_attn.v_proj"]
+            ),
             st.integers(0, 40),
         ),
         min_size=1,
@@ -251,7 +286,9 @@ def test_a_key_that_keeps_python_busy_for_ever_is_matched_with_little_work() -> 
     layer=st.sampled_from([0, 1, 10, 110]),
     module=st.sampled_from(MODULE_PATHS),
 )
-def test_literal_patterns_choose_what_peft_chooses(keys: list[str], layer: int, module: str) -> None:
+def test_literal_patterns_choose_what_peft_chooses(
+    keys: list[str], layer: int, module: str
+) -> None:
     literal = {key: index + 1 for index, key in enumerate(keys) if is_literal_path(key)}
     path = f"model.layers.{layer}.{module}"
     expected = literal.get(get_pattern_key(list(literal), path), 99)

@@ -46,10 +46,14 @@ BAD_UPLOADS = bad_uploads(BASE)
 def read(folder: Path, upload: Upload, **options: Any) -> Checkpoint:
     weights = folder / "weights"
     weights.write_bytes(upload.weights)
-    return read_checkpoint(upload.config, weights, options.pop("base", BASE), options.pop("max_rank", 64), **options)
+    return read_checkpoint(
+        upload.config, weights, options.pop("base", BASE), options.pop("max_rank", 64), **options
+    )
 
 
-def refusal(folder: Path, weights: bytes, config: bytes | None = None, **options: Any) -> AdapterError:
+def refusal(
+    folder: Path, weights: bytes, config: bytes | None = None, **options: Any
+) -> AdapterError:
     with pytest.raises(AdapterError) as caught:
         read(folder, Upload(config_bytes() if config is None else config, weights), **options)
     return caught.value
@@ -78,7 +82,9 @@ def test_tensor_positions_are_those_of_the_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", BAD_UPLOADS, ids=[case.name for case in BAD_UPLOADS])
-def test_bad_uploads_are_refused_by_name(tmp_path: Path, case: BadUpload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_uploads_are_refused_by_name(
+    tmp_path: Path, case: BadUpload, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     upload = case.make()
     with pytest.raises((PayloadTooLargeError, AdapterError)) as caught, counted_calls() as calls:
@@ -87,15 +93,27 @@ def test_bad_uploads_are_refused_by_name(tmp_path: Path, case: BadUpload, monkey
     assert not (tmp_path / "PWNED").exists()
     error = caught.value
     assert isinstance(error, PayloadTooLargeError) == (case.status == 413)
-    assert (error.code, error.message.isprintable(), error.message.isascii()) == (case.code, True, True)
+    assert (error.code, error.message.isprintable(), error.message.isascii()) == (
+        case.code,
+        True,
+        True,
+    )
     assert 20 < len(error.message) < 800
     body = error_body(error)["error"]
     assert len(json.dumps(body)) < 16 << 10
     if isinstance(error, AdapterError):
         first = error.findings[0]
-        assert (first.code, first.param, f"{first.message} {first.hint}") == (error.code, error.param, error.message)
+        assert (first.code, first.param, f"{first.message} {first.hint}") == (
+            error.code,
+            error.param,
+            error.message,
+        )
         assert len(error.findings) <= MAX_FINDINGS
-        texts = [text for found in error.findings for text in (found.message, found.hint, found.param or "")]
+        texts = [
+            text
+            for found in error.findings
+            for text in (found.message, found.hint, found.param or "")
+        ]
         assert all(text.isascii() and text.isprintable() for text in texts)
         assert all(len(found.hint) > 8 for found in error.findings)
         assert [*body] == ["message", "type", "param", "code", "findings"]
@@ -142,7 +160,9 @@ def test_a_header_full_of_empty_objects_takes_little_work_and_memory(tmp_path: P
 @pytest.mark.timeout(60)
 def test_a_hostile_target_pattern_is_never_run(tmp_path: Path) -> None:
     """It would run for ages."""
-    config = config_bytes(target_modules=EVIL_REGEX, exclude_modules=EVIL_REGEX, layers_pattern=EVIL_REGEX)
+    config = config_bytes(
+        target_modules=EVIL_REGEX, exclude_modules=EVIL_REGEX, layers_pattern=EVIL_REGEX
+    )
     checkpoint = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE))))
     assert checkpoint.applied == 4
 
@@ -150,7 +170,9 @@ def test_a_hostile_target_pattern_is_never_run(tmp_path: Path) -> None:
 def test_the_largest_legal_config_of_patterns_takes_little_work(tmp_path: Path) -> None:
     base = base_shape(hidden=8, intermediate=8, kv=8, num_layers=500)
     ranks = {(layer, module): 1 for layer in range(500) for module in range(7)}
-    pattern = {f"[a-m]+_{index}": 1 for index in range(64)} | {f"m{index}": 1 for index in range(960)}
+    pattern = {f"[a-m]+_{index}": 1 for index in range(64)} | {
+        f"m{index}": 1 for index in range(960)
+    }
     config = config_bytes(r=1, lora_alpha=1, rank_pattern=pattern, alpha_pattern=pattern)
     upload = Upload(config, weights_bytes(lora_tensors(base, ranks)))
     with counted_calls() as calls:
@@ -161,7 +183,9 @@ def test_the_largest_legal_config_of_patterns_takes_little_work(tmp_path: Path) 
 def test_ranks_in_the_file_decide(tmp_path: Path) -> None:
     ranks = {(0, 0): 4, (0, 2): 8, (1, 0): 4, (1, 2): 8}
     weights = weights_bytes(lora_tensors(BASE, ranks))
-    above = config_bytes(r=200, lora_alpha=16, rank_pattern={"(q|k)_proj": 4, "v_proj": 8, "lm_head": 0})
+    above = config_bytes(
+        r=200, lora_alpha=16, rank_pattern={"(q|k)_proj": 4, "v_proj": 8, "lm_head": 0}
+    )
     for config, rank in ((above, 200), (config_bytes(r=None), 4)):
         checkpoint = read(tmp_path, Upload(config, weights))
         assert checkpoint.ranks == ranks
@@ -169,7 +193,10 @@ def test_ranks_in_the_file_decide(tmp_path: Path) -> None:
         assert checkpoint.spec.rank == rank
         loaded = check_weights(checkpoint.spec, weights, len(weights), BASE)
         assert (loaded.ranks, loaded.scalings) == (ranks, checkpoint.scalings)
-    assert refusal(tmp_path, weights, config_bytes(r=200, rank_pattern={"q_proj": 4})).code == "weights.rank_mismatch"
+    assert (
+        refusal(tmp_path, weights, config_bytes(r=200, rank_pattern={"q_proj": 4})).code
+        == "weights.rank_mismatch"
+    )
 
 
 def test_a_config_without_alpha_has_pefts_and_its_owner_is_told(tmp_path: Path) -> None:
@@ -180,11 +207,18 @@ def test_a_config_without_alpha_has_pefts_and_its_owner_is_told(tmp_path: Path) 
     assert "no lora_alpha" in str(checkpoint.report["warnings"])
 
 
-def test_a_pattern_may_name_every_module_from_the_beginning_but_not_by_thousands_of_regexes(tmp_path: Path) -> None:
+def test_a_pattern_may_name_every_module_from_the_beginning_but_not_by_thousands_of_regexes(
+    tmp_path: Path,
+) -> None:
     ranks = {(layer, module): layer + 1 for layer in range(2) for module in range(7)}
     weights = weights_bytes(lora_tensors(BASE, ranks))
-    paths = {f"^model.layers.{layer}.{MODULE_PATHS[module]}": rank for (layer, module), rank in ranks.items()}
-    config = config_bytes(rank_pattern=paths, alpha_pattern=paths | {f"^model.layers.{n}.x": 1 for n in range(1000)})
+    paths = {
+        f"^model.layers.{layer}.{MODULE_PATHS[module]}": rank
+        for (layer, module), rank in ranks.items()
+    }
+    config = config_bytes(
+        rank_pattern=paths, alpha_pattern=paths | {f"^model.layers.{n}.x": 1 for n in range(1000)}
+    )
     checkpoint = read(tmp_path, Upload(config, weights))
     assert (checkpoint.ranks, set(checkpoint.scalings.values())) == (ranks, {1.0})
     many = config_bytes(rank_pattern={f"x+{index}": 1 for index in range(65)})
@@ -209,7 +243,10 @@ def test_an_adapter_of_another_base_is_told_so(tmp_path: Path) -> None:
 
 def test_refusals_tell_the_hint(tmp_path: Path) -> None:
     assert (
-        "max_rank" in refusal(tmp_path, weights_bytes(q_and_v(BASE, rank=33)), config_bytes(r=33), max_rank=32).message
+        "max_rank"
+        in refusal(
+            tmp_path, weights_bytes(q_and_v(BASE, rank=33)), config_bytes(r=33), max_rank=32
+        ).message
     )
     flipped = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((64, 8))}
     assert "transposed" in refusal(tmp_path, weights_bytes(flipped)).message
@@ -230,23 +267,49 @@ def test_a_bad_value_is_found_at_its_place_beyond_the_first_window(tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_values_up_to_the_limit_are_served(tmp_path: Path, dtype: str) -> None:
-    at_limit = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), dtype, -1e4)}
+    at_limit = {
+        **q_and_v(BASE),
+        lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), dtype, -1e4),
+    }
     assert read(tmp_path, Upload(config_bytes(), weights_bytes(at_limit))).applied == 4
-    beyond = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), dtype, 1.01e4)}
+    beyond = {
+        **q_and_v(BASE),
+        lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), dtype, 1.01e4),
+    }
     assert refusal(tmp_path, weights_bytes(beyond)).code == "weights.value_too_large"
 
 
 def test_values_are_not_read_when_they_need_not_be(tmp_path: Path) -> None:
-    tensors = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), value=float("nan"))}
-    assert read(tmp_path, Upload(config_bytes(), weights_bytes(tensors)), scan_values=False).applied == 4
+    tensors = {
+        **q_and_v(BASE),
+        lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), value=float("nan")),
+    }
+    assert (
+        read(tmp_path, Upload(config_bytes(), weights_bytes(tensors)), scan_values=False).applied
+        == 4
+    )
 
 
-NAME_PARTS = ("base_model", "model", "layers", "0", "2", "self_attn", "mlp", "q_proj", "down_proj", "lora_A", "lora_B")
+NAME_PARTS = (
+    "base_model",
+    "model",
+    "layers",
+    "0",
+    "2",
+    "self_attn",
+    "mlp",
+    "q_proj",
+    "down_proj",
+    "lora_A",
+    "lora_B",
+)
 NAME_EXTRAS = (
     "weight", "default", "other", "language_model", "module", "lora_a", "lora_b", "_orig_mod", "_fsdp_wrapped_module",
     "lm_head", "bias", "", "..", "x" * 90,
 )  # fmt: skip
-NAMES = st.lists(st.sampled_from(NAME_PARTS + NAME_EXTRAS), max_size=10).map(".".join) | st.sampled_from(
+NAMES = st.lists(st.sampled_from(NAME_PARTS + NAME_EXTRAS), max_size=10).map(
+    ".".join
+) | st.sampled_from(
     [lora_name(layer, path, part) for layer in (0, 1, 2) for path in MODULE_PATHS for part in "AB"]
 )
 SIZES = st.sampled_from([0, 1, 4, 8, 32, 64, 112])
@@ -256,7 +319,9 @@ SIZES = st.sampled_from([0, 1, 4, 8, 32, 64, 112])
 @given(
     extra=st.dictionaries(NAMES, st.lists(SIZES, max_size=3).map(tuple), max_size=3),
     dropped=st.sets(st.integers(0, 7), max_size=2),
-    fields=st.sampled_from([{}, {"r": 1}, {"r": 4}, {"rank_pattern": {"q_proj": 4}}, {"rank_pattern": {"0.x": 4}}]),
+    fields=st.sampled_from(
+        [{}, {"r": 1}, {"r": 4}, {"rank_pattern": {"q_proj": 4}}, {"rank_pattern": {"0.x": 4}}]
+    ),
     with_base=st.booleans(),
 )
 def test_no_mixture_of_names_and_shapes_does_more_than_a_refusal(
@@ -266,7 +331,9 @@ def test_no_mixture_of_names_and_shapes_does_more_than_a_refusal(
     fields: dict[str, Any],
     with_base: bool,
 ) -> None:
-    kept = {name: raw for index, (name, raw) in enumerate(q_and_v(BASE).items()) if index not in dropped}
+    kept = {
+        name: raw for index, (name, raw) in enumerate(q_and_v(BASE).items()) if index not in dropped
+    }
     tensors = {**kept, **{name: tensor(shape) for name, shape in extra.items()}}
     upload = Upload(config_bytes(**fields), weights_bytes(tensors))
     folder = tmp_path_factory.getbasetemp()
@@ -279,7 +346,9 @@ def test_no_mixture_of_names_and_shapes_does_more_than_a_refusal(
 
 
 @pytest.mark.parametrize("options", [["-P"], ["-P", "-OO"]])
-def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Path, options: list[str]) -> None:
+def test_uploads_are_checked_without_torch_and_with_assertions_off(
+    tmp_path: Path, options: list[str]
+) -> None:
     upload = good_upload(BASE)
     (tmp_path / "weights").write_bytes(upload.weights[:-1])
     (tmp_path / "config").write_bytes(upload.config)
@@ -292,7 +361,11 @@ def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Pat
         "print({'torch', 'safetensors', 'peft', 'transformers', 'pickle5'} & set(sys.modules))\n"
     )
     result = subprocess.run(
-        [sys.executable, *options, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, *options, "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert result.stdout.split() == ["weights.truncated", "set()"]
 
@@ -300,7 +373,10 @@ def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Pat
 def test_mlx_matrices_are_the_transposes(tmp_path: Path) -> None:
     checkpoint = read(tmp_path, Upload(mlx_config_bytes(), weights_bytes(mlx_tensors(BASE))))
     assert checkpoint.spec == LoraSpec(rank=6, alpha=15.0)
-    assert {(name.place.part, name.rank_axis) for _, name in checkpoint.tensors} == {("a", 1), ("b", 0)}
+    assert {(name.place.part, name.rank_axis) for _, name in checkpoint.tensors} == {
+        ("a", 1),
+        ("b", 0),
+    }
     assert set(checkpoint.scalings.values()) == {2.5}
     assert checkpoint.parameters == sum(math.prod(raw.shape) for raw in mlx_tensors(BASE).values())
 
@@ -317,13 +393,24 @@ def test_mlx_matrices_are_the_transposes(tmp_path: Path) -> None:
         ({"model.embed_tokens.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
         ({lora_name(0, "mlp.up_proj", "A"): tensor((6, 64))}, "weights.tensor_not_allowed"),
         ({lora_name(0, "self_attn.q_proj", "A"): tensor((6, 64))}, "weights.duplicate_tensor"),
-        ({"_orig_mod.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
-        ({"base_model.model.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+        (
+            {"_orig_mod.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))},
+            "weights.tensor_not_allowed",
+        ),
+        (
+            {"base_model.model.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))},
+            "weights.tensor_not_allowed",
+        ),
     ],
     ids=str,
 )
-def test_mlx_files_are_checked_as_strictly(tmp_path: Path, change: dict[str, RawTensor], expected: str) -> None:
-    assert refusal(tmp_path, weights_bytes({**mlx_tensors(BASE), **change}), mlx_config_bytes()).code == expected
+def test_mlx_files_are_checked_as_strictly(
+    tmp_path: Path, change: dict[str, RawTensor], expected: str
+) -> None:
+    assert (
+        refusal(tmp_path, weights_bytes({**mlx_tensors(BASE), **change}), mlx_config_bytes()).code
+        == expected
+    )
 
 
 def test_the_report_tells_what_looks_like_a_mistake(tmp_path: Path) -> None:
@@ -345,7 +432,9 @@ def test_the_report_tells_what_looks_like_a_mistake(tmp_path: Path) -> None:
     assert "'gone_0'" in gone
     assert "and 2 more" in gone
     assert "'Some/Base-unsloth-bnb-4bit/', here it is 'shop'" in report("shop")["warnings"][-1]
-    loaded = check_weights(LoraSpec(rank=8, alpha=16), weights_bytes(tensors), len(weights_bytes(tensors)), BASE)
+    loaded = check_weights(
+        LoraSpec(rank=8, alpha=16), weights_bytes(tensors), len(weights_bytes(tensors)), BASE
+    )
     assert loaded.report == {}
 
 

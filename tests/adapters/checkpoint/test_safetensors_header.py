@@ -44,10 +44,13 @@ def read(raw: bytes) -> tuple[TensorEntry, ...]:
 @settings(max_examples=100, deadline=None)
 @given(
     shapes=st.dictionaries(
-        st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}(\.[A-Za-z0-9_]{1,10}){0,6}", fullmatch=True).filter(
-            lambda name: name != "__metadata__"
+        st.from_regex(
+            r"[A-Za-z_][A-Za-z0-9_]{0,20}(\.[A-Za-z0-9_]{1,10}){0,6}", fullmatch=True
+        ).filter(lambda name: name != "__metadata__"),
+        st.tuples(
+            st.sampled_from(sorted(NUMPY_DTYPES)),
+            st.lists(st.integers(0, 5), min_size=1, max_size=3),
         ),
-        st.tuples(st.sampled_from(sorted(NUMPY_DTYPES)), st.lists(st.integers(0, 5), min_size=1, max_size=3)),
         min_size=1,
         max_size=6,
     ),
@@ -57,7 +60,10 @@ def test_files_of_the_safetensors_library_are_read_alike(
     shapes: dict[str, tuple[str, list[int]]], metadata: dict[str, str] | None
 ) -> None:
     rng = np.random.default_rng(0)
-    arrays = {n: rng.normal(size=shape).astype(NUMPY_DTYPES[dtype]) for n, (dtype, shape) in shapes.items()}
+    arrays = {
+        n: rng.normal(size=shape).astype(NUMPY_DTYPES[dtype])
+        for n, (dtype, shape) in shapes.items()
+    }
     raw = save(arrays, metadata)
     header = read(raw)
     assert {entry.name for entry in header} == set(arrays)
@@ -105,7 +111,9 @@ def test_a_file_whose_length_field_looks_like_another_format_is_still_read() -> 
     for length in (0x8B1F, 0x0280, 0x0480):
         raw = json.dumps(header_of(GOOD)).encode()
         data = b"".join(raw_tensor.data for raw_tensor in GOOD.values())
-        assert len(read(container(raw.ljust(length) if length > len(raw) else raw, data))) == len(GOOD)
+        assert len(read(container(raw.ljust(length) if length > len(raw) else raw, data))) == len(
+            GOOD
+        )
 
 
 def test_a_size_that_does_not_belong_to_the_file_is_refused() -> None:
@@ -142,7 +150,9 @@ JSON_VALUES = st.recursive(
     | st.floats()
     | st.text(max_size=10)
     | st.sampled_from(["F32", "F16", "BF16", "F64", "__metadata__", "\ud800", "../x"]),
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4),
+    lambda below: (
+        st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4)
+    ),
     max_leaves=8,
 )
 FIELDS = ("dtype", "shape", "data_offsets", "extra")
@@ -165,17 +175,27 @@ def mutated_headers(draw: st.DrawFn) -> bytes:
             del header[name]
         elif action == "nudge" and isinstance(header[name], dict):
             numbers = header[name].get(draw(st.sampled_from(["shape", "data_offsets"])))
-            if isinstance(numbers, list) and numbers and all(isinstance(number, int) for number in numbers):
-                numbers[draw(st.integers(0, len(numbers) - 1))] += draw(st.sampled_from([-8, -1, 1, 8, 2**32, 2**63]))
+            if (
+                isinstance(numbers, list)
+                and numbers
+                and all(isinstance(number, int) for number in numbers)
+            ):
+                numbers[draw(st.integers(0, len(numbers) - 1))] += draw(
+                    st.sampled_from([-8, -1, 1, 8, 2**32, 2**63])
+                )
         else:
             header["__metadata__"] = draw(JSON_VALUES)
-    return container(json.dumps(header).encode(), b"".join(raw_tensor.data for raw_tensor in GOOD.values()))
+    return container(
+        json.dumps(header).encode(), b"".join(raw_tensor.data for raw_tensor in GOOD.values())
+    )
 
 
 @st.composite
 def mutated_bytes(draw: st.DrawFn) -> bytes:
     """The good file with a few bytes of its head changed, put in or taken out."""
-    raw = bytearray(weights_bytes({name: RawTensor("F32", (1,), bytes(4)) for name in list(GOOD)[:2]}))
+    raw = bytearray(
+        weights_bytes({name: RawTensor("F32", (1,), bytes(4)) for name in list(GOOD)[:2]})
+    )
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(raw) - 1))
         action = draw(st.sampled_from(["set", "insert", "cut", "truncate", "token"]))
@@ -188,7 +208,11 @@ def mutated_bytes(draw: st.DrawFn) -> bytes:
         elif action == "truncate":
             del raw[at:]
         else:
-            raw[at:at] = draw(st.sampled_from([b"NaN", b"-", b"{", b"[", b"]", b"}", b'"', b",", b"1e999", b"\\u0000"]))
+            raw[at:at] = draw(
+                st.sampled_from(
+                    [b"NaN", b"-", b"{", b"[", b"]", b"}", b'"', b",", b"1e999", b"\\u0000"]
+                )
+            )
         if not raw:
             break
     return bytes(raw)

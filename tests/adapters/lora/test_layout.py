@@ -14,11 +14,22 @@ from hypothesis import strategies as st
 from lora_files import base_shape
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.lora.layout import LAYOUT_VERSION, LoraLayout, adapter_pages, plan_layout
-from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, page_geometry, row_pitch_bytes
+from manylora.memory.geometry import (
+    GROUP_ROWS,
+    PITCH_BYTES,
+    PageGeometry,
+    page_geometry,
+    row_pitch_bytes,
+)
 
 
 def geometry_for(
-    base: BaseShape, num_kv_heads: int, head_dim: int, dtype_bytes: int = 2, *, is_kv_int8: bool = False
+    base: BaseShape,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int = 2,
+    *,
+    is_kv_int8: bool = False,
 ) -> PageGeometry:
     return page_geometry(
         num_layers=base.num_layers,
@@ -43,7 +54,11 @@ TOY_GEOMETRY = geometry_for(TOY, 2, 16, dtype_bytes=4)
 
 
 def all_linear(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
-    return {(layer, module): rank for layer in range(base.num_layers) for module in range(len(base.modules))}
+    return {
+        (layer, module): rank
+        for layer in range(base.num_layers)
+        for module in range(len(base.modules))
+    }
 
 
 def row_bytes(base: BaseShape, geometry: PageGeometry, module: int, part: int) -> int:
@@ -53,10 +68,16 @@ def row_bytes(base: BaseShape, geometry: PageGeometry, module: int, part: int) -
 
 def needed_bytes(ranks: dict[tuple[int, int], int], base: BaseShape, geometry: PageGeometry) -> int:
     """Bytes of the rows themselves, without padding of the rank and of pages."""
-    return sum(rank * row_bytes(base, geometry, module, p) for (_, module), rank in ranks.items() for p in (0, 1))
+    return sum(
+        rank * row_bytes(base, geometry, module, p)
+        for (_, module), rank in ranks.items()
+        for p in (0, 1)
+    )
 
 
-def check(layout: LoraLayout, ranks: dict[tuple[int, int], int], base: BaseShape, geometry: PageGeometry) -> None:
+def check(
+    layout: LoraLayout, ranks: dict[tuple[int, int], int], base: BaseShape, geometry: PageGeometry
+) -> None:
     expected = [
         (layer, module, part, group)
         for (layer, module), rank in sorted(ranks.items())
@@ -67,7 +88,9 @@ def check(layout: LoraLayout, ranks: dict[tuple[int, int], int], base: BaseShape
     spans = defaultdict(list)
     for group in layout.groups:
         start = group.offset_units * PITCH_BYTES
-        spans[group.page].append((start, start + GROUP_ROWS * row_bytes(base, geometry, group.module, group.part)))
+        spans[group.page].append(
+            (start, start + GROUP_ROWS * row_bytes(base, geometry, group.module, group.part))
+        )
     assert sorted(spans) == list(range(layout.num_pages))
     for page in spans.values():
         page.sort()
@@ -79,12 +102,23 @@ def check(layout: LoraLayout, ranks: dict[tuple[int, int], int], base: BaseShape
 @pytest.mark.parametrize(
     ("model", "rank", "pages"),
     [
-        *(("Llama-3-8B", rank, pages) for rank, pages in ((8, 20), (16, 40), (64, 160), (128, 320))),
-        *(("Qwen2.5-0.5B", rank, pages) for rank, pages in ((8, 12), (16, 23), (64, 90), (128, 180))),
-        *(("Llama-2-7B", rank, pages) for rank, pages in ((8, 20), (16, 39), (64, 154), (128, 307))),
+        *(
+            ("Llama-3-8B", rank, pages)
+            for rank, pages in ((8, 20), (16, 40), (64, 160), (128, 320))
+        ),
+        *(
+            ("Qwen2.5-0.5B", rank, pages)
+            for rank, pages in ((8, 12), (16, 23), (64, 90), (128, 180))
+        ),
+        *(
+            ("Llama-2-7B", rank, pages)
+            for rank, pages in ((8, 20), (16, 39), (64, 154), (128, 307))
+        ),
     ],
 )
-def test_adapters_of_all_linear_layers_waste_at_most_five_percent(model: str, rank: int, pages: int) -> None:
+def test_adapters_of_all_linear_layers_waste_at_most_five_percent(
+    model: str, rank: int, pages: int
+) -> None:
     base, geometry = MODELS[model]
     ranks = all_linear(base, rank)
     check(plan_layout(ranks, base, geometry), ranks, base, geometry)
@@ -97,7 +131,10 @@ def test_adapters_of_all_linear_layers_waste_at_most_five_percent(model: str, ra
 @pytest.mark.parametrize("rank", [8, 16, 64])
 def test_adapters_take_no_more_pages_where_the_kv_cache_is_int8(rank: int, model: str) -> None:
     base, wide = MODELS[model]
-    ranks, geometry = all_linear(base, rank), geometry_for(base, wide.num_kv_heads, wide.head_dim, is_kv_int8=True)
+    ranks, geometry = (
+        all_linear(base, rank),
+        geometry_for(base, wide.num_kv_heads, wide.head_dim, is_kv_int8=True),
+    )
     check(plan_layout(ranks, base, geometry), ranks, base, geometry)
     pages, wide_pages = adapter_pages(ranks, base, geometry), adapter_pages(ranks, base, wide)
     assert pages <= wide_pages
@@ -110,7 +147,9 @@ def test_an_adapter_that_changes_nothing_takes_no_page() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    ranks=st.dictionaries(st.tuples(st.integers(0, 1), st.integers(0, 6)), st.integers(1, 256), min_size=1),
+    ranks=st.dictionaries(
+        st.tuples(st.integers(0, 1), st.integers(0, 6)), st.integers(1, 256), min_size=1
+    ),
     model=st.sampled_from([(TOY, TOY_GEOMETRY), MODELS["Qwen2.5-0.5B"], MODELS["Llama-3-8B"]]),
 )
 def test_any_ranks_are_placed_soundly_and_near_the_bound(
@@ -154,11 +193,15 @@ def test_the_plan_of_this_version_is_pinned_and_the_same_in_a_fresh_process() ->
             text=True,
             check=True,
         )
-        assert fresh.stdout.strip() == PINNED, "the plan changed: raise LAYOUT_VERSION and pin the new digest"
+        assert fresh.stdout.strip() == PINNED, (
+            "the plan changed: raise LAYOUT_VERSION and pin the new digest"
+        )
     assert LAYOUT_VERSION == 1
 
 
-@pytest.mark.parametrize("ranks", [{(2, 0): 8}, {(-1, 0): 8}, {(0, 7): 8}, {(0, -1): 8}, {(0, 0): 0}])
+@pytest.mark.parametrize(
+    "ranks", [{(2, 0): 8}, {(-1, 0): 8}, {(0, 7): 8}, {(0, -1): 8}, {(0, 0): 0}]
+)
 def test_ranks_outside_the_base_are_an_error(ranks: dict[tuple[int, int], int]) -> None:
     with pytest.raises(ValueError, match="no row groups"):
         plan_layout(ranks, TOY, TOY_GEOMETRY)

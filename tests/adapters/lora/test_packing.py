@@ -17,7 +17,10 @@ BASE = tiny_base()
 
 
 def packing_of(
-    lora: RandomLora, folder: Path, dtype: torch.dtype = torch.float32, stored: torch.dtype = torch.float32
+    lora: RandomLora,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    stored: torch.dtype = torch.float32,
 ) -> tuple[Packing, Checkpoint, LoraLayout, torch.Tensor, bytes]:
     """What packs a saved adapter, page images that are NaN (uint8 [pages, page_bytes]), and the adapter's file."""
     content = (lora.save(folder, stored) / "adapter_model.safetensors").read_bytes()
@@ -42,7 +45,9 @@ def test_every_row_lies_where_the_layout_says_and_all_else_is_zero(
     for group in layout.groups:
         key = (group.layer, group.module)
         matrix = lora.lora_a[key] if group.part == 0 else lora.lora_b[key].t()
-        rows = matrix.to(stored).to(dtype)[GROUP_ROWS * group.group : GROUP_ROWS * (group.group + 1)]
+        rows = matrix.to(stored).to(dtype)[
+            GROUP_ROWS * group.group : GROUP_ROWS * (group.group + 1)
+        ]
         pitch = row_pitch_bytes(rows.shape[1], dtype.itemsize) // dtype.itemsize
         start = group.offset_units * PITCH_BYTES // dtype.itemsize
         block = images[group.page, start : start + GROUP_ROWS * pitch].view(GROUP_ROWS, pitch)
@@ -52,16 +57,22 @@ def test_every_row_lies_where_the_layout_says_and_all_else_is_zero(
 
 
 def test_packing_pauses_after_each_page_and_each_read(tmp_path: Path) -> None:
-    packing, checkpoint, layout, images, content = packing_of(random_lora(BASE, 8, seed=0), tmp_path)
+    packing, checkpoint, layout, images, content = packing_of(
+        random_lora(BASE, 8, seed=0), tmp_path
+    )
     pauses: list[None] = []
-    packing.pack(tensor_bytes(content, checkpoint), list(images), torch.float32, lambda: pauses.append(None))
+    packing.pack(
+        tensor_bytes(content, checkpoint), list(images), torch.float32, lambda: pauses.append(None)
+    )
     num_bytes = sum(tensor.entry.end - tensor.entry.start for tensor in checkpoint.tensors)
     assert len(pauses) > layout.num_pages
     assert len(pauses) - layout.num_pages >= num_bytes / READ_BYTES
 
 
 def test_one_packing_serves_all_files_with_the_same_header(tmp_path: Path) -> None:
-    first, second = (packing_of(random_lora(BASE, 8, seed=seed), tmp_path / str(seed)) for seed in (0, 1))
+    first, second = (
+        packing_of(random_lora(BASE, 8, seed=seed), tmp_path / str(seed)) for seed in (0, 1)
+    )
     for own, checkpoint, _, alone, content in (first, second):
         own.pack(tensor_bytes(content, checkpoint), list(alone), torch.float32)
         images = torch.empty_like(alone)
@@ -86,4 +97,6 @@ def test_groups_that_lie_one_behind_the_other_are_copied_as_one(tmp_path: Path) 
     assert len(runs) == num_matrices
     assert sum(map(len, runs.values())) <= num_matrices + layout.num_pages < len(layout.groups) / 2
     for own in runs.values():
-        assert [row for run in own for row in range(run.first_row, run.first_row + run.num_rows)] == list(range(64))
+        assert [
+            row for run in own for row in range(run.first_row, run.first_row + run.num_rows)
+        ] == list(range(64))

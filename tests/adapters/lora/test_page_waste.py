@@ -10,7 +10,13 @@ import pytest
 
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.lora.layout import adapter_pages
-from manylora.benchmarks.model_shapes import ALL_LINEAR, DTYPE_BYTES, MODELS, QUERY_AND_VALUE, ModelShape
+from manylora.benchmarks.model_shapes import (
+    ALL_LINEAR,
+    DTYPE_BYTES,
+    MODELS,
+    QUERY_AND_VALUE,
+    ModelShape,
+)
 from manylora.engine.model.spec import base_shape, read_spec
 from real_models import real_config
 
@@ -29,7 +35,9 @@ def page_use(model: ModelShape, modules: tuple[int, ...], rank: int) -> tuple[in
     """Pages of an adapter of this rank on these modules, the pages that its rows would fill if they could be cut
     anywhere, and the share of its pages that holds no row."""
     base, page_bytes = model.base(), model.geometry().page_bytes
-    row_bytes = sum((base.modules[m].in_features + base.modules[m].out_features) * DTYPE_BYTES for m in modules)
+    row_bytes = sum(
+        (base.modules[m].in_features + base.modules[m].out_features) * DTYPE_BYTES for m in modules
+    )
     content_bytes = row_bytes * rank * base.num_layers
     ranks = dict.fromkeys(itertools.product(range(base.num_layers), modules), rank)
     pages = adapter_pages(ranks, base, model.geometry())
@@ -37,7 +45,9 @@ def page_use(model: ModelShape, modules: tuple[int, ...], rank: int) -> tuple[in
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_the_shapes_are_what_the_engine_reads_from_a_config(model: ModelShape, tmp_path: Path) -> None:
+def test_the_shapes_are_what_the_engine_reads_from_a_config(
+    model: ModelShape, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(real_config(model.name)))
     spec = read_spec(tmp_path)
     assert base_shape(spec, "") == model.base()
@@ -46,12 +56,16 @@ def test_the_shapes_are_what_the_engine_reads_from_a_config(model: ModelShape, t
 
 
 def test_adapters_of_all_linear_layers_waste_at_most_what_is_promised_and_told() -> None:
-    wastes = [page_use(model, ALL_LINEAR, rank)[2] for model in MODELS for rank in (16, 32, 64, 128)]
+    wastes = [
+        page_use(model, ALL_LINEAR, rank)[2] for model in MODELS for rank in (16, 32, 64, 128)
+    ]
     assert min(wastes) >= 0
     assert max(wastes) <= MAX_WASTE
     assert f"{max(wastes):.1%}" == TOLD_WASTE
     page = (ROOT / "docs" / "fit.md").read_text()
-    assert f"of ranks 16 to 128 on all linear layers waste at most {TOLD_WASTE} of their pages" in page
+    assert (
+        f"of ranks 16 to 128 on all linear layers waste at most {TOLD_WASTE} of their pages" in page
+    )
     assert all(model.name in page for model in MODELS)
 
 

@@ -25,7 +25,12 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta and func is torch.ops.aten.copy_.default:
+        if (
+            args
+            and isinstance(args[0], torch.Tensor)
+            and args[0].is_meta
+            and func is torch.ops.aten.copy_.default
+        ):
             target, source, *rest = args
             self.seen.append((target, source, bool(rest and rest[0])))
         return func(*args, **(kwargs or {}))
@@ -36,16 +41,22 @@ def test_an_adapter_is_three_copies_that_nobody_waits_for() -> None:
     ranks = {(0, 0): 20, (1, 6): 3}
     layout = plan_layout(ranks, BASE, tiny_geometry(BASE))
     with Copies() as copies:
-        tables.write(1, layout, list(range(1, layout.num_pages + 1)), ranks, {(0, 0): 0.5, (1, 6): 2.0})
+        tables.write(
+            1, layout, list(range(1, layout.num_pages + 1)), ranks, {(0, 0): 0.5, (1, 6): 2.0}
+        )
     of_device = (tables.offsets, tables.ranks, tables.scalings)
     of_host = (tables.host_offsets, tables.host_ranks, tables.host_scalings)
-    for (target, source, is_async), table, host in zip(copies.seen, of_device, of_host, strict=True):
+    for (target, source, is_async), table, host in zip(
+        copies.seen, of_device, of_host, strict=True
+    ):
         assert is_async
         assert target.shape == table[1].shape
         assert target.storage_offset() == table[1].storage_offset()
         assert torch.equal(source, torch.from_numpy(host[1]))
         assert source.count_nonzero() > 0
-        assert source.data_ptr() != host[1].ctypes.data, "the host may change its row before it is copied"
+        assert source.data_ptr() != host[1].ctypes.data, (
+            "the host may change its row before it is copied"
+        )
 
 
 def test_on_a_cpu_tables_are_those_of_the_host() -> None:

@@ -19,19 +19,27 @@ from manylora.kernels.dispatch import Kernels, native_kernels, torch_kernels
 
 @pytest.mark.parametrize("make_kernels", [native_kernels, torch_kernels], ids=["native", "torch"])
 @pytest.mark.parametrize("row_slots", BATCHES.values(), ids=BATCHES.keys())
-def test_a_step_equals_plain_products(row_slots: list[int], make_kernels: Callable[[], Kernels]) -> None:
+def test_a_step_equals_plain_products(
+    row_slots: list[int], make_kernels: Callable[[], Kernels]
+) -> None:
     lora_arena = fill()
-    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE, make_kernels()), row_slots)
+    lora_arena.check(
+        PagedLora(lora_arena.arena, lora_arena.tables, BASE, make_kernels()), row_slots
+    )
 
 
 def test_a_step_equals_plain_products_in_bf16() -> None:
     lora_arena = fill(torch.bfloat16)
-    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE), BATCHES["a prompt beside single rows"])
+    lora_arena.check(
+        PagedLora(lora_arena.arena, lora_arena.tables, BASE), BATCHES["a prompt beside single rows"]
+    )
 
 
 def test_prompts_of_many_rows_equal_plain_products() -> None:
     lora_arena = fill()
-    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE), [-1, *[0] * 300, 1, *[2] * 260])
+    lora_arena.check(
+        PagedLora(lora_arena.arena, lora_arena.tables, BASE), [-1, *[0] * 300, 1, *[2] * 260]
+    )
 
 
 def test_a_batch_of_the_base_only_has_no_lora_work() -> None:
@@ -44,7 +52,9 @@ def test_a_batch_of_the_base_only_has_no_lora_work() -> None:
 
 
 @pytest.mark.parametrize("make_kernels", [native_kernels, torch_kernels], ids=["native", "torch"])
-def test_a_static_step_serves_other_rows_and_more_adapters_than_before(make_kernels: Callable[[], Kernels]) -> None:
+def test_a_static_step_serves_other_rows_and_more_adapters_than_before(
+    make_kernels: Callable[[], Kernels],
+) -> None:
     lora_arena, num_rows = fill(), 20
     paged = PagedLora(lora_arena.arena, lora_arena.tables, BASE, make_kernels())
     tiles = np.empty((3, tile_capacity(num_rows, lora_arena.tables.slots, 16)), dtype=np.int32)
@@ -54,7 +64,9 @@ def test_a_static_step_serves_other_rows_and_more_adapters_than_before(make_kern
         lora_arena.check_step(step, row_slots)
 
 
-def test_the_shrink_of_a_small_step_runs_beside_the_layer_and_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shrink_of_a_small_step_runs_beside_the_layer_and_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lora_arena, events = fill(), []
 
     class Stream:
@@ -82,10 +94,15 @@ def test_the_shrink_of_a_small_step_runs_beside_the_layer_and_is_awaited(monkeyp
         events.append(f"linear on {streams[-1].name}")
         return x
 
-    paged = PagedLora(lora_arena.arena, lora_arena.tables, BASE, replace(torch_kernels(), shrink=shrink))  # type: ignore[arg-type]
+    paged = PagedLora(
+        lora_arena.arena, lora_arena.tables, BASE, replace(torch_kernels(), shrink=shrink)
+    )  # type: ignore[arg-type]
     paged.side = Stream("side")  # type: ignore[assignment]
     tiles, x = torch.zeros((3, 1), dtype=torch.int32), torch.zeros(1, 4)
-    assert list(paged.static_step(tiles, 16, is_small=True).project(0, 0, linear, x)) == [x, "delta"]
+    assert list(paged.static_step(tiles, 16, is_small=True).project(0, 0, linear, x)) == [
+        x,
+        "delta",
+    ]
     in_parallel = ["side waits for main", "shrink on side", "linear on main", "main waits for side"]
     assert events == in_parallel
     assert list(paged.static_step(tiles, 16).project(0, 0, linear, x)) == [x, "delta"]

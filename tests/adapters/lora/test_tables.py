@@ -37,7 +37,9 @@ def test_a_new_adapter_leaves_nothing_of_the_old_one() -> None:
     tables = make_tables()
     for ranks in ({(0, 0): 64, (1, 1): 8}, {(0, 3): 8}):
         layout = plan_layout(ranks, BASE, GEOMETRY)
-        tables.write(0, layout, list(range(1, layout.num_pages + 1)), ranks, dict.fromkeys(ranks, 1.0))
+        tables.write(
+            0, layout, list(range(1, layout.num_pages + 1)), ranks, dict.fromkeys(ranks, 1.0)
+        )
     assert tables.ranks[0].nonzero().tolist() == [[0, 3]]
     assert not tables.offsets[0, :, [0, 1]].any()
     assert tables.touched([0]).nonzero()[1].tolist() == [3]

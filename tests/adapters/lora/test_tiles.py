@@ -15,7 +15,9 @@ row_slots_lists = st.lists(st.integers(-1, NUM_SLOTS - 1), max_size=80).map(sort
 
 @settings(derandomize=True, deadline=None)
 @given(row_slots_lists, st.sampled_from([1, 4, 16]))
-def test_tiles_cover_every_row_exactly_once_and_fit(row_slots: list[int], rows_per_tile: int) -> None:
+def test_tiles_cover_every_row_exactly_once_and_fit(
+    row_slots: list[int], rows_per_tile: int
+) -> None:
     capacity = tile_capacity(len(row_slots), NUM_SLOTS, rows_per_tile)
     tiles = np.full((3, capacity), 99, dtype=np.int32)
     live = fill_tiles(tiles, row_slots, rows_per_tile)
@@ -29,9 +31,17 @@ def test_tiles_cover_every_row_exactly_once_and_fit(row_slots: list[int], rows_p
 
 @pytest.mark.parametrize(
     ("num_rows", "rows_per_tile", "lengths"),
-    [(1, 16, [1]), (8, 16, [1] * 8), (40, 16, [1] * 7 + [33]), (100, 64, [1] * 6 + [65, 29]), (64, 16, [17, 17, 30])],
+    [
+        (1, 16, [1]),
+        (8, 16, [1] * 8),
+        (40, 16, [1] * 7 + [33]),
+        (100, 64, [1] * 6 + [65, 29]),
+        (64, 16, [17, 17, 30]),
+    ],
 )
-def test_the_capacity_is_reached_and_never_exceeded(num_rows: int, rows_per_tile: int, lengths: list[int]) -> None:
+def test_the_capacity_is_reached_and_never_exceeded(
+    num_rows: int, rows_per_tile: int, lengths: list[int]
+) -> None:
     assert sum(lengths) == num_rows
     capacity = tile_capacity(num_rows, len(lengths) - 1, rows_per_tile)
     row_slots = [slot - 1 for slot, length in enumerate(lengths) for _ in range(length)]

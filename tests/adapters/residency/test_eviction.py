@@ -29,12 +29,16 @@ def test_packing_happens_once_and_a_swap_in_is_page_copies_and_one_table_row(
 
 
 @pytest.mark.parametrize("for_swapped_kv", [False, True])
-def test_what_is_in_host_memory_goes_before_what_must_be_read_again(tmp_path: Path, for_swapped_kv: bool) -> None:
+def test_what_is_in_host_memory_goes_before_what_must_be_read_again(
+    tmp_path: Path, for_swapped_kv: bool
+) -> None:
     parts, (dear, cheap, _), pages = prepare(tmp_path, policy="gdsf", num_pages=100)
     for ref in (dear, cheap):
         parts.load(ref)
     if for_swapped_kv:
-        assert parts.images.make_room(parts.slab.num_free + pages)  # drops the image used least recently
+        assert parts.images.make_room(
+            parts.slab.num_free + pages
+        )  # drops the image used least recently
     else:
         parts.images.drop(dear.digest)
     parts.residency.tick(0)  # where the loss of the image is noticed
@@ -98,7 +102,9 @@ def test_an_adapters_cached_prefixes_go_with_it_and_nobody_elses(tmp_path: Path)
     parts.prefixes.check([])
 
 
-def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone(tmp_path: Path) -> None:
+def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone(
+    tmp_path: Path,
+) -> None:
     parts, (ref, other, _), pages = prepare(tmp_path, policy="gdsf")
     for each in (ref, other, other):
         parts.load(each)
@@ -117,7 +123,9 @@ def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone
     assert parts.evictor.first([entry, busier]) is entry
 
 
-def test_an_adapter_stays_until_the_last_of_all_steps_that_read_it_is_complete(tmp_path: Path) -> None:
+def test_an_adapter_stays_until_the_last_of_all_steps_that_read_it_is_complete(
+    tmp_path: Path,
+) -> None:
     parts, (ref, *_), pages = prepare(tmp_path)
     parts.load(ref)
     assert parts.residency.acquire(ref.digest) is not None
@@ -158,7 +166,9 @@ def test_check_finds_an_adapter_in_use_that_can_be_evicted(tmp_path: Path) -> No
         parts.residency.check()
 
 
-def test_for_a_slot_the_adapter_goes_that_the_policy_takes_first_and_no_cached_block(tmp_path: Path) -> None:
+def test_for_a_slot_the_adapter_goes_that_the_policy_takes_first_and_no_cached_block(
+    tmp_path: Path,
+) -> None:
     parts, refs, _ = prepare(tmp_path, count=3, slots=2, num_pages=100)
     parts.prefixes.release(parts.cache_blocks(None, 3), 0)
     for ref in refs[:2]:

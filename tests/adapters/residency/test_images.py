@@ -99,7 +99,9 @@ def test_pages_that_swapped_kv_has_are_counted_beside_the_images() -> None:
     images.check()
 
 
-def test_pages_that_another_thread_took_first_are_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_another_thread_took_first_are_not_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slab = HostSlab(4, 256, pinned=False)
     images = HostImages(slab)
     allocate = slab.allocate

@@ -31,7 +31,9 @@ class _Work(threading.Event):
     def __init__(self, share: float, *, sleeps: bool = False) -> None:
         super().__init__()
         self.now_s, self.computed_s = 1000.0, 0.0
-        self.pace = LoadPace(share, clock=lambda: self.now_s, thread_clock=lambda: self.computed_s, idle=self)
+        self.pace = LoadPace(
+            share, clock=lambda: self.now_s, thread_clock=lambda: self.computed_s, idle=self
+        )
         self.pauses: list[float] = []
         self.has_paused = threading.Event()
         self.sleeps = sleeps
@@ -60,7 +62,9 @@ def test_all_threads_have_one_budget() -> None:
     assert work.pauses[-1] == pytest.approx(0.216 - BURST_S / 0.1)
 
 
-@pytest.mark.parametrize(("share", "running"), [(0.01, 0), (1, 1)], ids=["no steps", "all of a core"])
+@pytest.mark.parametrize(
+    ("share", "running"), [(0.01, 0), (1, 1)], ids=["no steps", "all of a core"]
+)
 def test_nobody_pauses_without_steps_or_with_a_share_of_one(share: float, running: int) -> None:
     work = _Work(share)
     for requests in (1, 0, running):
@@ -70,7 +74,9 @@ def test_nobody_pauses_without_steps_or_with_a_share_of_one(share: float, runnin
 
 
 def test_a_pause_ends_with_the_last_step() -> None:
-    work = _Work(0.002 / PATIENCE_S, sleeps=True)  # one piece is paid for after more than the patience
+    work = _Work(
+        0.002 / PATIENCE_S, sleeps=True
+    )  # one piece is paid for after more than the patience
     work.pace.set_stepping(1)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(work.run, 3)
@@ -87,7 +93,9 @@ def test_work_much_smaller_than_a_piece_is_added_up() -> None:
     assert work.pauses[-1] > 0
 
 
-@pytest.mark.parametrize(("running", "held_up", "share"), [(16, 0, 0.1), (31, 1, 0.1), (12, 4, 0.25), (2, 14, 0.875)])
+@pytest.mark.parametrize(
+    ("running", "held_up", "share"), [(16, 0, 0.1), (31, 1, 0.1), (12, 4, 0.25), (2, 14, 0.875)]
+)
 def test_the_share_is_that_of_the_requests_that_wait_for_loads_and_never_below_the_setting(
     running: int, held_up: int, share: float
 ) -> None:
@@ -153,7 +161,9 @@ def test_loads_and_copies_are_less_important_than_steps_and_copies_more_than_loa
     with loader_threads(2) as loads, copier_thread() as copies:
         assert loads.submit(niceness).result() == min(before + LOAD_NICENESS, 19)
         assert copies.submit(niceness).result() == min(before + COPY_NICENESS, 19)
-    with loader_threads(1, has_idle_core=True) as loads:  # nor do they starve beside other processes
+    with loader_threads(
+        1, has_idle_core=True
+    ) as loads:  # nor do they starve beside other processes
         assert loads.submit(niceness).result() == min(before + COPY_NICENESS, 19)
     assert niceness() == before
     assert LOAD_NICENESS > COPY_NICENESS > 0

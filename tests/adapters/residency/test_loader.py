@@ -33,7 +33,9 @@ def three_of_one_shape(folder: Path) -> tuple[ResidencyParts, list[AdapterRef]]:
     return parts, store(parts, folder, [random_lora(parts.base, 8, seed=seed) for seed in range(3)])
 
 
-def test_a_header_is_checked_once_for_all_adapters_that_have_it(tmp_path: Path, checked: list[float]) -> None:
+def test_a_header_is_checked_once_for_all_adapters_that_have_it(
+    tmp_path: Path, checked: list[float]
+) -> None:
     parts, refs = three_of_one_shape(tmp_path)
     for ref in refs:
         assert parts.matches(parts.load(ref), parts.loras[ref.digest])

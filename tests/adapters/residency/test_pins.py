@@ -27,7 +27,9 @@ def test_a_pinned_adapter_is_brought_in_and_stays_until_it_is_unpinned(tmp_path:
     parts.residency.check()
 
 
-@pytest.mark.parametrize(("sizes", "kept"), [({"slots": 4, "num_pages": 200}, 2), ({"slots": 3}, 1), ({"slots": 1}, 0)])
+@pytest.mark.parametrize(
+    ("sizes", "kept"), [({"slots": 4, "num_pages": 200}, 2), ({"slots": 3}, 1), ({"slots": 1}, 0)]
+)
 def test_pins_never_keep_others_out(tmp_path: Path, sizes: dict[str, int], kept: int) -> None:
     parts, refs, _ = prepare(tmp_path, count=5, **{"num_pages": 100, **sizes})
     for ref in refs:
@@ -74,7 +76,10 @@ def test_what_is_wanted_comes_first(tmp_path: Path) -> None:
     parts.residency.hold(wanted)
     parts.residency.pin(pinned, True)
     parts.settle()
-    assert (parts.residency.waiting_reason(wanted.digest), parts.pool.num_free) == ("NO_ROOM", 2 * pages)
+    assert (parts.residency.waiting_reason(wanted.digest), parts.pool.num_free) == (
+        "NO_ROOM",
+        2 * pages,
+    )
     parts.residency.reserve_pages = 0
     parts.settle()
     assert on_device(parts, [running, wanted, pinned]) == [True, True, True]
@@ -110,7 +115,9 @@ def test_without_room_a_pinned_adapter_is_not_read_over_and_over(tmp_path: Path)
     assert (parts.residency.state(ref.digest), parts.loader.num_loads) == ("device", 2)
 
 
-def test_a_pinned_adapter_that_cannot_be_loaded_is_tried_once_and_again_when_pinned_anew(tmp_path: Path) -> None:
+def test_a_pinned_adapter_that_cannot_be_loaded_is_tried_once_and_again_when_pinned_anew(
+    tmp_path: Path,
+) -> None:
     parts, (broken, sound, _), _ = prepare(tmp_path)
     path = parts.blobs.path(broken.weights_sha256)
     content = path.read_bytes()
@@ -158,7 +165,9 @@ def test_a_pinned_adapter_takes_a_slot_as_soon_as_no_step_uses_it_any_more(tmp_p
     assert on_device(parts, [pinned]) == [True]
 
 
-def test_who_wants_an_adapter_that_comes_for_its_pin_waits_for_the_same_load(tmp_path: Path) -> None:
+def test_who_wants_an_adapter_that_comes_for_its_pin_waits_for_the_same_load(
+    tmp_path: Path,
+) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.residency.pin(ref, True)
     parts.residency.tick(0)
@@ -170,7 +179,9 @@ def test_who_wants_an_adapter_that_comes_for_its_pin_waits_for_the_same_load(tmp
     assert parts.loader.num_loads == 1
 
 
-def test_missing_pins_are_told_in_the_order_of_pinning_also_after_they_were_there(tmp_path: Path) -> None:
+def test_missing_pins_are_told_in_the_order_of_pinning_also_after_they_were_there(
+    tmp_path: Path,
+) -> None:
     _, refs, _ = prepare(tmp_path)
     pins = Pins(slots=8, num_pages=100)
     for ref in refs:

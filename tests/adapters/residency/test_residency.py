@@ -84,7 +84,9 @@ def test_adapters_that_only_wait_hold_at_most_a_quarter_of_the_pool(tmp_path: Pa
     on_device = [ref for ref in refs if parts.residency.state(ref.digest) == "device"]
     assert len(on_device) == max(1, quarter // pages)
     assert parts.residency.waiting_reason(refs[-1].digest) == "NO_ROOM"
-    assert parts.residency.acquire(on_device[0].digest) is not None  # it runs now, so its hold counts no more
+    assert (
+        parts.residency.acquire(on_device[0].digest) is not None
+    )  # it runs now, so its hold counts no more
     parts.settle()
     assert sum(parts.residency.state(ref.digest) == "device" for ref in refs) == len(on_device) + 1
 
@@ -113,7 +115,9 @@ def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_p
         (failure,) = parts.residency.tick(0)
         assert failure.digest == ref.digest
         assert isinstance(failure.error, AdapterUnavailableError)
-        assert failure.error.code == ("adapter_blob_missing" if content is None else "adapter_blob_corrupt"), content
+        assert failure.error.code == (
+            "adapter_blob_missing" if content is None else "adapter_blob_corrupt"
+        ), content
         assert parts.residency.tick(0) == []
         parts.residency.release_hold(ref.digest)  # the request's hold went with the failure
         assert parts.slab.num_free == parts.slab.num_pages
@@ -123,7 +127,9 @@ def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_p
     assert parts.residency.loads == {"stored>device:failed": 1 + len(broken), "stored>device:ok": 1}
 
 
-def test_an_adapter_larger_than_the_pool_or_than_the_largest_rank_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_larger_than_the_pool_or_than_the_largest_rank_is_refused(
+    tmp_path: Path,
+) -> None:
     parts, refs, pages = prepare(tmp_path, rank=64, num_pages=12, slab_pages=0)
     assert pages > 11
     for residency_parts, kind, said in (
@@ -215,7 +221,10 @@ def test_without_any_room_in_the_slab_adapters_are_served_all_the_same(tmp_path:
 def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) -> None:
     """However many there are, and though they may hang."""
     parts = ResidencyParts(tmp_path, num_pages=200, slots=32)
-    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 2)]
+    loras = [
+        random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,))
+        for seed in range(MAX_UNDER_WAY + 2)
+    ]
     cached, *others = store(parts, tmp_path, loras)
     parts.load(cached)
     parts.evict_all()
@@ -233,7 +242,10 @@ def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) ->
 
 def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path: Path) -> None:
     parts = ResidencyParts(tmp_path, num_pages=8, slab_pages=100, slots=32)
-    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 3)]
+    loras = [
+        random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,))
+        for seed in range(MAX_UNDER_WAY + 3)
+    ]
     refs = store(parts, tmp_path, loras)
     for ref in refs:
         parts.load(ref)
@@ -244,7 +256,9 @@ def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path:
         parts.residency.hold(ref)
     for ref in refs:
         parts.images.drop(ref.digest)
-    assert parts.slab.num_pages - parts.slab.num_free == MAX_UNDER_WAY  # an image in use keeps its page
+    assert (
+        parts.slab.num_pages - parts.slab.num_free == MAX_UNDER_WAY
+    )  # an image in use keeps its page
     parts.pool.free(kv, 0)
     for ref in refs:
         parts.settle()
@@ -339,20 +353,26 @@ def test_what_is_expected_first_gets_pages_first(tmp_path: Path) -> None:
     assert [parts.residency.state(ref.digest) for ref in (a, b)] == ["host", "device"]
 
 
-def test_among_those_that_wait_for_a_loader_the_one_expected_first_starts_first(tmp_path: Path) -> None:
+def test_among_those_that_wait_for_a_loader_the_one_expected_first_starts_first(
+    tmp_path: Path,
+) -> None:
     parts, refs, _ = prepare(tmp_path, count=MAX_UNDER_WAY + 3, num_pages=100, slab_pages=200)
     for ref in refs:
         parts.residency.hold(ref)
     parts.residency.expect([refs[-1].digest])
     parts.loads.run_one()
     parts.residency.tick(0)
-    parts.loads.pending.rotate(1)  # which submitted call runs is of no account: the queue chooses the job
+    parts.loads.pending.rotate(
+        1
+    )  # which submitted call runs is of no account: the queue chooses the job
     parts.loads.run_one()
     parts.residency.tick(0)
     assert parts.residency.state(refs[-1].digest) == "host"
 
 
-def test_a_small_image_is_copied_at_once_and_a_tick_copies_so_many_pages_at_most(tmp_path: Path) -> None:
+def test_a_small_image_is_copied_at_once_and_a_tick_copies_so_many_pages_at_most(
+    tmp_path: Path,
+) -> None:
     parts, refs, pages = prepare(tmp_path, num_pages=100)
     parts.copier.pages_at_once = 2 * pages
     for ref in refs:
@@ -374,7 +394,9 @@ def test_a_small_image_is_copied_at_once_and_a_tick_copies_so_many_pages_at_most
     parts.residency.check()
 
 
-def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(
+    tmp_path: Path,
+) -> None:
     parts, (ref, *_), pages = prepare(tmp_path)
     parts.load(ref)
     parts.evict_all()
@@ -386,12 +408,18 @@ def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(tm
     parts.residency.hold(ref)  # by another request, before the first was told: it ends with it
     assert [failure.digest for failure in parts.residency.tick(0)] == [ref.digest]
     assert parts.evict_all() == pages
-    assert parts.residency.loads == {"stored>device:ok": 1, "host>device:failed": 1, "host>device:ok": 1}
+    assert parts.residency.loads == {
+        "stored>device:ok": 1,
+        "host>device:failed": 1,
+        "host>device:ok": 1,
+    }
     assert parts.pool.num_free == parts.pool.capacity
     parts.residency.check()
 
 
-def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_look_at_adapters_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts, refs, _ = prepare(tmp_path, num_pages=100)
     for ref in refs[:2]:
         parts.load(ref)
@@ -412,6 +440,10 @@ def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path, monkeyp
 def test_the_places_of_an_adapter_are_listed_in_one_type() -> None:
     folders = ("adapters", "benchmarks", "engine", "registry", "server", "manylora")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    found = {path.relative_to(ROOT) for path in files if re.search(r'Literal\[[^\]]*"host"', path.read_text())}
+    found = {
+        path.relative_to(ROOT)
+        for path in files
+        if re.search(r'Literal\[[^\]]*"host"', path.read_text())
+    }
     assert found == {Path("adapters/ref.py")}
     assert set(PLACES) == set(get_args(AdapterTier))

@@ -50,10 +50,15 @@ def stored() -> tuple[tempfile.TemporaryDirectory[str], list[AdapterRef]]:
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(["lru", "gdsf"]), at_first=st.lists(adapters, unique=True, max_size=4))
+    @initialize(
+        policy=st.sampled_from(["lru", "gdsf"]),
+        at_first=st.lists(adapters, unique=True, max_size=4),
+    )
     def start(self, policy: Literal["lru", "gdsf"], at_first: list[int]) -> None:
         folder, self.refs = stored()
-        self.parts = ResidencyParts(Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3, policy=policy)
+        self.parts = ResidencyParts(
+            Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3, policy=policy
+        )
         self.residency = self.parts.residency
         self.swap = SwapSpace(self.parts.slab, self.parts.images.make_room, MAX_SWAPPED)
         self.index = {ref.digest: index for index, ref in enumerate(self.refs)}
@@ -100,10 +105,15 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.hold(self.refs[index])
         self.parts.copier.fails = False
         self.holds[index] += 1
-        if fails and self.refs[index].digest not in self.residency.entries:  # a small image, copied at once
+        if (
+            fails and self.refs[index].digest not in self.residency.entries
+        ):  # a small image, copied at once
             self.holds[index] = 0
             self.untold.add(index)
-        assert self.placed() == placed or self.parts.evictor.num_available >= self.residency.reserve_pages
+        assert (
+            self.placed() == placed
+            or self.parts.evictor.num_available >= self.residency.reserve_pages
+        )
 
     @precondition(lambda self: any(self.holds.values()))
     @rule(data=st.data())
@@ -158,7 +168,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.blocks_read = max(self.blocks_read, last_step if held else 0)
         if lease is not None:
             if in_flight:
-                self.read.append((last_step, lease, list(self.residency.entries[lease.digest].pages)))
+                self.read.append(
+                    (last_step, lease, list(self.residency.entries[lease.digest].pages))
+                )
             self.residency.release(lease.digest, last_step)
 
     @rule(index=adapters)
@@ -182,7 +194,11 @@ class ResidencyMachine(RuleBasedStateMachine):
     def make_room(self, num_free: int) -> None:
         pool, evictor = self.parts.pool, self.parts.evictor
         before, available = pool.counts(), evictor.num_available
-        in_use = {index for index in self.on_device() if self.holds[index]} | self.runs() | self.kept_by_a_pin()
+        in_use = (
+            {index for index in self.on_device() if self.holds[index]}
+            | self.runs()
+            | self.kept_by_a_pin()
+        )
         if evictor.make_room(num_free):
             assert pool.num_free >= num_free
         else:
@@ -234,7 +250,10 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.holds[index] or index in self.untold
             self.holds[index] = 0
         self.untold.clear()
-        assert self.placed() <= placed or self.parts.evictor.num_available >= self.residency.reserve_pages
+        assert (
+            self.placed() <= placed
+            or self.parts.evictor.num_available >= self.residency.reserve_pages
+        )
         assert kept <= self.on_device()
 
     @rule(count=st.integers(-1, 6))
@@ -271,14 +290,21 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert not self.parts.arena.bytes[0].any()
         counts = self.parts.pool.counts()
         assert counts["kv"] == sum(len(pages) for pages in self.kv)
-        assert counts["adapter"] == sum(len(entry.pages) for entry in self.residency.entries.values())
+        assert counts["adapter"] == sum(
+            len(entry.pages) for entry in self.residency.entries.values()
+        )
 
     @invariant()
     def references_equal_their_holders(self) -> None:
         running = Counter(index for index, _, _ in self.running if index is not None)
         for digest, entry in self.residency.entries.items():
-            assert (entry.holds, entry.running) == (self.holds[self.index[digest]], running[self.index[digest]])
-        absent = [index for index, ref in enumerate(self.refs) if ref.digest not in self.residency.entries]
+            assert (entry.holds, entry.running) == (
+                self.holds[self.index[digest]],
+                running[self.index[digest]],
+            )
+        absent = [
+            index for index, ref in enumerate(self.refs) if ref.digest not in self.residency.entries
+        ]
         assert not any(self.holds[index] or running[index] for index in absent)
 
     @invariant()
@@ -301,7 +327,9 @@ class ResidencyMachine(RuleBasedStateMachine):
             if last_step > self.parts.pool.completed_step:
                 assert {self.parts.pool.state(page) for page in pages} <= {"adapter", "quarantine"}
                 assert all(
-                    entry.slot != lease.slot for entry in self.residency.entries.values() if entry.pages != pages
+                    entry.slot != lease.slot
+                    for entry in self.residency.entries.values()
+                    if entry.pages != pages
                 )
 
     @invariant()
@@ -310,27 +338,39 @@ class ResidencyMachine(RuleBasedStateMachine):
         for digest, entry in self.residency.entries.items():
             index = self.index[digest]
             assert entry.is_kept == (index in kept)
-            assert entry.evict_last == (index in self.pinned and entry.stage is Stage.DEVICE and index not in kept)
+            assert entry.evict_last == (
+                index in self.pinned and entry.stage is Stage.DEVICE and index not in kept
+            )
 
     def kept_by_a_pin(self) -> set[int]:
         """Of three slots pins keep one, for the first pinned whose pages are no more than half of all."""
         share = self.parts.pool.capacity // 2
         entries = self.residency.entries
         small = [index for index in self.pinned if index in self.on_device()]
-        return set([index for index in small if len(entries[self.refs[index].digest].pages) <= share][:1])
+        return set(
+            [index for index in small if len(entries[self.refs[index].digest].pages) <= share][:1]
+        )
 
     def on_device(self) -> set[int]:
-        return {index for index, ref in enumerate(self.refs) if self.residency.state(ref.digest) == "device"}
+        return {
+            index
+            for index, ref in enumerate(self.refs)
+            if self.residency.state(ref.digest) == "device"
+        }
 
     def runs(self) -> set[int]:
         return {index for index, _, _ in self.running if index is not None}
 
     def placed(self) -> set[tuple[str, int]]:
-        return {(digest, entry.slot) for digest, entry in self.residency.entries.items() if entry.pages}
+        return {
+            (digest, entry.slot) for digest, entry in self.residency.entries.items() if entry.pages
+        }
 
     def is_something_read(self) -> bool:
         completed = self.parts.pool.completed_step
-        adapters_read = [entry for entry in self.residency.entries.values() if entry.last_step > completed]
+        adapters_read = [
+            entry for entry in self.residency.entries.values() if entry.last_step > completed
+        ]
         return bool(adapters_read) or self.blocks_read > completed
 
     def finish_everything(self) -> None:
@@ -362,4 +402,6 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
+TestResidency.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, derandomize=True
+)

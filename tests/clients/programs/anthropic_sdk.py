@@ -24,7 +24,8 @@ client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 greedy: Any = {"max_tokens": 128, "extra_body": {"temperature": 0}}
 asked: Any = {"model": ADAPTER, "messages": [{"role": "user", "content": QUESTION}], **greedy}
 tools: Any = [
-    {"name": name, "description": "Asks the shop.", "input_schema": parameters()} for name in ("where_is", "price_of")
+    {"name": name, "description": "Asks the shop.", "input_schema": parameters()}
+    for name in ("where_is", "price_of")
 ]
 
 with feature("messages"):
@@ -42,12 +43,17 @@ with feature("tools"):
         if not uses:
             break
         results = [(use.id, run_tool(use.name, dict(use.input))) for use in uses]
-        blocks = [{"type": "tool_result", "tool_use_id": id_, "content": result} for id_, result in results]
+        blocks = [
+            {"type": "tool_result", "tool_use_id": id_, "content": result}
+            for id_, result in results
+        ]
         messages.append({"role": "user", "content": blocks})
     equal(has_both(answer.content[0].text), True)
 
 with feature("tool_choice any"):
-    forced = client.messages.create(**{**asked, "model": BASE}, tools=tools, tool_choice={"type": "any"})
+    forced = client.messages.create(
+        **{**asked, "model": BASE}, tools=tools, tool_choice={"type": "any"}
+    )
     equal([forced.stop_reason, forced.content[-1].type], ["tool_use", "tool_use"])
 
 with feature("count_tokens"):

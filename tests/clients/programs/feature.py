@@ -52,12 +52,23 @@ def is_scarf(card: object) -> bool:
 def parameters(name: str = "item") -> dict[str, Any]:
     """The JSON schema of one string."""
     properties = {name: {"type": "string", "description": "The name of an item."}}
-    return {"type": "object", "properties": properties, "required": [name], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [name],
+        "additionalProperties": False,
+    }
 
 
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "description": about, "parameters": parameters()}}
-    for name, about in (("where_is", "Tells where an item is."), ("price_of", "Tells the price of an item."))
+    {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": parameters()},
+    }
+    for name, about in (
+        ("where_is", "Tells where an item is."),
+        ("price_of", "Tells the price of an item."),
+    )
 ]
 
 

@@ -23,7 +23,12 @@ from feature import (
     is_scarf,
 )
 
-os.environ |= {"MANYLORA_API_KEY": KEY, "MANYLORA_BASE_URL": V1, "VLLM_BASE_URL": V1, "VLLM_API_KEY": KEY}
+os.environ |= {
+    "MANYLORA_API_KEY": KEY,
+    "MANYLORA_BASE_URL": V1,
+    "VLLM_BASE_URL": V1,
+    "VLLM_API_KEY": KEY,
+}
 os.environ |= {"INSPECT_LOG_DIR": tempfile.mkdtemp(), "INSPECT_DISPLAY": "none"}
 
 from inspect_ai import Task, eval  # noqa: A004 - they read the environment
@@ -75,7 +80,11 @@ def score(log: Any) -> float:
     return float(log.results.scores[0].metrics["accuracy"].value)
 
 
-for provider, fields in (("openai-api/manylora", {}), ("openai-api/manylora", {"responses_api": True}), ("vllm", {})):
+for provider, fields in (
+    ("openai-api/manylora", {}),
+    ("openai-api/manylora", {"responses_api": True}),
+    ("vllm", {}),
+):
     name = f"{provider.split('/')[0]}/{' with responses_api' if fields else ''}"
     adapter = f"{BASE}:{ADAPTER}" if provider == "vllm" else ADAPTER
 
@@ -86,21 +95,30 @@ for provider, fields in (("openai-api/manylora", {}), ("openai-api/manylora", {"
 
     with feature(f"{name}: tools"):
         steps = [use_tools(where_is(), price_of()), generate()]
-        task = Task(dataset=[Sample(input=AGENT_QUESTION, target=PLACE)], solver=steps, scorer=includes())
+        task = Task(
+            dataset=[Sample(input=AGENT_QUESTION, target=PLACE)], solver=steps, scorer=includes()
+        )
         equal(score(run(task, f"{provider}/{BASE}", **fields)), 1.0)
 
     with feature(f"{name}: ResponseSchema"):
         schema = ResponseSchema(name="card", json_schema=json_schema(Card), strict=True)
         config = GenerateConfig(response_schema=schema)
         task = Task(dataset=[Sample(input=CARD_QUESTION)], solver=generate(), config=config)
-        equal(is_scarf(run(task, f"{provider}/{BASE}", **fields).samples[0].output.completion), True)
+        equal(
+            is_scarf(run(task, f"{provider}/{BASE}", **fields).samples[0].output.completion), True
+        )
 
 with feature("multiple_choice"):
     sample = Sample(input=QUESTION, choices=["yes", "no"], target="A")
-    run(Task(dataset=[sample], solver=multiple_choice(), scorer=choice()), f"openai-api/manylora/{ADAPTER}")
+    run(
+        Task(dataset=[sample], solver=multiple_choice(), scorer=choice()),
+        f"openai-api/manylora/{ADAPTER}",
+    )
 
 with feature("logprobs and num_choices"):
     config = GenerateConfig(logprobs=True, top_logprobs=2, num_choices=2, seed=1)
-    log = run(Task(dataset=[Sample(input=QUESTION)], solver=generate(), config=config), f"vllm/{ADAPTER}")
+    log = run(
+        Task(dataset=[Sample(input=QUESTION)], solver=generate(), config=config), f"vllm/{ADAPTER}"
+    )
     equal(len(log.samples[0].output.choices), 2)
     equal(log.samples[0].output.choices[0].logprobs is not None, True)

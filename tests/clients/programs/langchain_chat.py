@@ -57,11 +57,18 @@ with feature("with_structured_output function_calling"):
     equal(type(picked), Pick)
 
 with feature("bind_tools"):
-    calls = chat().bind_tools([where_is, price_of], tool_choice="required").invoke(AGENT_QUESTION).tool_calls
+    calls = (
+        chat()
+        .bind_tools([where_is, price_of], tool_choice="required")
+        .invoke(AGENT_QUESTION)
+        .tool_calls
+    )
     equal(calls[0]["args"], {"item": "rug"})
 
 with feature("bind_tools streamed"):
-    pieces = list(chat().bind_tools([where_is, price_of], tool_choice="required").stream(AGENT_QUESTION))
+    pieces = list(
+        chat().bind_tools([where_is, price_of], tool_choice="required").stream(AGENT_QUESTION)
+    )
     whole = pieces[0]
     for piece in pieces[1:]:
         whole += piece

@@ -37,7 +37,9 @@ for prefix in ("openai", "hosted_vllm"):
     adapter, base = f"{prefix}/{ADAPTER}", f"{prefix}/{BASE}"
 
     with feature(f"{prefix}/ completion"):
-        equal(litellm.completion(adapter, user(QUESTION), **server).choices[0].message.content, ANSWER)
+        equal(
+            litellm.completion(adapter, user(QUESTION), **server).choices[0].message.content, ANSWER
+        )
 
     with feature(f"{prefix}/ stream"):
         chunks = litellm.completion(
@@ -78,7 +80,12 @@ for prefix in ("openai", "hosted_vllm"):
         equal(answer.output[-1].content[0].text, ANSWER)
 
     with feature(f"{prefix}/ Anthropic messages"):
-        asked: Any = {"model": adapter, "messages": user(QUESTION), "max_tokens": 64, "temperature": 0}
+        asked: Any = {
+            "model": adapter,
+            "messages": user(QUESTION),
+            "max_tokens": 64,
+            "temperature": 0,
+        }
         message = asyncio.run(litellm.anthropic.messages.acreate(**asked, api_base=V1, api_key=KEY))
         equal(message["content"][0]["text"], ANSWER)
 

@@ -28,7 +28,13 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
-server: Any = {"api_base": V1, "api_key": KEY, "temperature": 0, "context_window": 1024, "max_retries": 0}
+server: Any = {
+    "api_base": V1,
+    "api_key": KEY,
+    "temperature": 0,
+    "context_window": 1024,
+    "max_retries": 0,
+}
 chats: Any = {**server, "is_chat_model": True, "is_function_calling_model": True, "strict": True}
 adapter, base = OpenAILike(model=ADAPTER, **chats), OpenAILike(model=BASE, max_tokens=200, **chats)
 question = [ChatMessage(role="user", content=QUESTION)]

@@ -35,9 +35,22 @@ def price_of(item: str) -> str:
     return "44"
 """
 folder = Path(tempfile.mkdtemp())
-common = {"api_base": V1, "api_key_name": "manylora", "supports_tools": True, "supports_schema": True}
+common = {
+    "api_base": V1,
+    "api_key_name": "manylora",
+    "supports_tools": True,
+    "supports_schema": True,
+}
 models = [{"model_id": name, "model_name": name, **common} for name in (BASE, ADAPTER)]
-models.append({"model_id": "plain", "model_name": BASE, "api_base": V1, "api_key_name": "manylora", "completion": True})
+models.append(
+    {
+        "model_id": "plain",
+        "model_name": BASE,
+        "api_base": V1,
+        "api_key_name": "manylora",
+        "completion": True,
+    }
+)
 (folder / "extra-openai-models.yaml").write_text(json.dumps(models))
 (folder / "keys.json").write_text(json.dumps({"manylora": KEY}))
 
@@ -46,7 +59,11 @@ def llm(*arguments: str) -> str:
     """What the command prints."""
     command = [str(Path(sys.executable).with_name("llm")), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "LLM_USER_PATH": str(folder)}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LLM_USER_PATH": str(folder)},
+        check=False,
     )
     if done.returncode:
         raise AssertionError(done.stderr[-400:])
@@ -68,11 +85,20 @@ with feature("completion"):
     equal(bool(llm("-m", "plain", "-o", "max_tokens", "8", "The shop")), True)
 
 with feature("--schema"):
-    equal(is_scarf(llm("-m", BASE, *greedy, "--schema", json.dumps(Card.model_json_schema()), CARD_QUESTION)), True)
+    equal(
+        is_scarf(
+            llm(
+                "-m", BASE, *greedy, "--schema", json.dumps(Card.model_json_schema()), CARD_QUESTION
+            )
+        ),
+        True,
+    )
 
 with feature("--schema streamed off"):
     concise = "item, material, price int, in_stock bool"
-    equal(is_scarf(llm("-m", BASE, *greedy, "--no-stream", "--schema", concise, CARD_QUESTION)), True)
+    equal(
+        is_scarf(llm("-m", BASE, *greedy, "--no-stream", "--schema", concise, CARD_QUESTION)), True
+    )
 
 with feature("--functions"):
     equal(has_both(llm("-m", BASE, *greedy, "--functions", FUNCTIONS, AGENT_QUESTION)), True)

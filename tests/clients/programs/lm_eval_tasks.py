@@ -15,10 +15,17 @@ MODEL = os.environ["MANYLORA_MODEL_PATH"]
 TOLERANCE = 1e-3
 BATCH = 18
 UNTIL = [".", "!", "?", "\n", "<|end|>"]
-QUESTIONS = ("When are you open?", "Can I return something?", "How long does shipping take?", "Is the scarf warm?")
+QUESTIONS = (
+    "When are you open?",
+    "Can I return something?",
+    "How long does shipping take?",
+    "Is the scarf warm?",
+)
 folder = Path(tempfile.mkdtemp())
 documents = [
-    {"question": f"{question} {number}", "answer": "We are open."} for number in range(5) for question in QUESTIONS
+    {"question": f"{question} {number}", "answer": "We are open."}
+    for number in range(5)
+    for question in QUESTIONS
 ]
 (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
 common = {
@@ -44,7 +51,12 @@ TASKS: dict[str, dict[str, Any]] = {
     "manylora_until": {
         "output_type": "generate_until",
         "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": UNTIL, "max_gen_toks": 24, "do_sample": False, "temperature": 0},
+        "generation_kwargs": {
+            "until": UNTIL,
+            "max_gen_toks": 24,
+            "do_sample": False,
+            "temperature": 0,
+        },
         "metric_list": [{"metric": "exact_match"}],
     },
 }
@@ -60,17 +72,28 @@ def run(backend: str, **arguments: Any) -> dict[str, list[Any]]:
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     tasks = [*TASKS]
     done = lm_eval.simple_evaluate(
-        model=backend, model_args=arguments, tasks=tasks, task_manager=manager, batch_size=BATCH, bootstrap_iters=0
+        model=backend,
+        model_args=arguments,
+        tasks=tasks,
+        task_manager=manager,
+        batch_size=BATCH,
+        bootstrap_iters=0,
     )
-    ordered = {name: sorted(done["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS}
-    return {name: [sample["filtered_resps"] for sample in samples] for name, samples in ordered.items()}
+    ordered = {
+        name: sorted(done["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS
+    }
+    return {
+        name: [sample["filtered_resps"] for sample in samples] for name, samples in ordered.items()
+    }
 
 
 def largest_difference(ours: Any, theirs: Any) -> float:
     """Between numbers at the same places; anything else must be equal."""
     if isinstance(ours, list | tuple):
         equal(len(ours), len(theirs))
-        return max((largest_difference(*pair) for pair in zip(ours, theirs, strict=True)), default=0.0)
+        return max(
+            (largest_difference(*pair) for pair in zip(ours, theirs, strict=True)), default=0.0
+        )
     if isinstance(ours, float | int) and not isinstance(ours, bool):
         return abs(ours - float(theirs))
     equal(str(ours), str(theirs))
@@ -78,9 +101,19 @@ def largest_difference(ours: Any, theirs: Any) -> float:
 
 
 with feature(f"local-completions, batches of {BATCH}, {len(UNTIL)} `until` strings"):
-    arguments = {"model": BASE, "base_url": f"{V1}/completions", "tokenizer": MODEL, "tokenized_requests": True}
-    served = run("local-completions", **arguments, num_concurrent=2, max_retries=1, add_bos_token=True)
-    equal({name: len(answers) for name, answers in served.items()}, dict.fromkeys(TASKS, len(documents)))
+    arguments = {
+        "model": BASE,
+        "base_url": f"{V1}/completions",
+        "tokenizer": MODEL,
+        "tokenized_requests": True,
+    }
+    served = run(
+        "local-completions", **arguments, num_concurrent=2, max_retries=1, add_bos_token=True
+    )
+    equal(
+        {name: len(answers) for name, answers in served.items()},
+        dict.fromkeys(TASKS, len(documents)),
+    )
 
 with feature("equals its `hf` backend in float32 within 1e-3"):
     local = run("hf", pretrained=MODEL, dtype="float32", device="cpu", add_bos_token=True)

@@ -44,7 +44,10 @@ async def streamed(agent: Agent[Any]) -> str:
 
 async def main(make: type[Any], name: str) -> None:
     client = AsyncOpenAI(base_url=V1, api_key=KEY, max_retries=0)
-    adapter, base = make(model=ADAPTER, openai_client=client), make(model=BASE, openai_client=client)
+    adapter, base = (
+        make(model=ADAPTER, openai_client=client),
+        make(model=BASE, openai_client=client),
+    )
     clerk: Agent[Any] = Agent("clerk", model=adapter, model_settings=greedy)
 
     with feature(f"{name}: run"):

@@ -28,8 +28,16 @@ from feature import (
 )
 
 client = openai.OpenAI(base_url=V1, api_key=KEY, max_retries=0)
-asked: Any = {"model": ADAPTER, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-card: Any = {"model": BASE, "messages": [{"role": "user", "content": CARD_QUESTION}], "temperature": 0}
+asked: Any = {
+    "model": ADAPTER,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "temperature": 0,
+}
+card: Any = {
+    "model": BASE,
+    "messages": [{"role": "user", "content": CARD_QUESTION}],
+    "temperature": 0,
+}
 agent: Any = {
     "model": BASE,
     "messages": [{"role": "user", "content": AGENT_QUESTION}],
@@ -44,7 +52,9 @@ with feature("chat"):
 
 with feature("stream with usage"):
     text, usage = "", None
-    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
         text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         usage = chunk.usage or usage
     equal(text, ANSWER)
@@ -62,19 +72,29 @@ with feature("async"):
     equal(asyncio.run(ask()), ANSWER)
 
 with feature("completions"):
-    given = client.completions.create(model=BASE, prompt=["The shop"] * 20, max_tokens=4, n=2, seed=1)
+    given = client.completions.create(
+        model=BASE, prompt=["The shop"] * 20, max_tokens=4, n=2, seed=1
+    )
     equal([choice.index for choice in given.choices], list(range(40)))
 
 with feature("logprobs"):
-    shown = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0].logprobs
-    equal("".join(token.token for token in shown.content if token.logprob <= 0)[: len(ANSWER)], ANSWER)
+    shown = (
+        client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0].logprobs
+    )
+    equal(
+        "".join(token.token for token in shown.content if token.logprob <= 0)[: len(ANSWER)], ANSWER
+    )
 
 with feature("echo"):
-    scored = client.completions.create(model=BASE, prompt="The shop", max_tokens=0, echo=True, logprobs=1)
+    scored = client.completions.create(
+        model=BASE, prompt="The shop", max_tokens=0, echo=True, logprobs=1
+    )
     equal(scored.choices[0].text.endswith("The shop"), True)
 
 with feature("n, stop, seed"):
-    cut = client.chat.completions.create(**{**asked, "temperature": 1}, n=3, stop=[" "], seed=7, max_tokens=20)
+    cut = client.chat.completions.create(
+        **{**asked, "temperature": 1}, n=3, stop=[" "], seed=7, max_tokens=20
+    )
     equal([" " in (choice.message.content or "") for choice in cut.choices], [False] * 3)
 
 with feature("models"):
@@ -92,7 +112,10 @@ with feature("`parse`"):
     parsed = client.chat.completions.parse(**card, response_format=Card)
     equal(is_scarf(parsed.choices[0].message.parsed), True)
 
-with feature("`parse` streamed"), client.chat.completions.stream(**card, response_format=Card) as stream:
+with (
+    feature("`parse` streamed"),
+    client.chat.completions.stream(**card, response_format=Card) as stream,
+):
     equal(is_scarf(stream.get_final_completion().choices[0].message.parsed), True)
 
 with feature("json_object"):
@@ -117,17 +140,25 @@ with feature("tools streamed"), client.chat.completions.stream(**agent) as strea
     equal(run_tool(calls[0].function.name, calls[0].function.arguments) != "", True)
 
 with feature("tool_choice required"):
-    forced = client.chat.completions.create(**{**asked, "model": BASE}, tools=TOOLS, tool_choice="required").choices[0]
+    forced = client.chat.completions.create(
+        **{**asked, "model": BASE}, tools=TOOLS, tool_choice="required"
+    ).choices[0]
     equal(forced.message.tool_calls[0].function.name in ("where_is", "price_of"), True)
 
 with feature("tool_choice by name"):
     named: Any = {"type": "function", "function": {"name": "price_of"}}
-    called = client.chat.completions.create(**agent, tool_choice=named).choices[0].message.tool_calls
+    called = (
+        client.chat.completions.create(**agent, tool_choice=named).choices[0].message.tool_calls
+    )
     equal([call.function.name for call in called], ["price_of"])
 
 with feature("strict tools and `parse`"):
     tool = openai.pydantic_function_tool(Card, name="show")
-    shown_card = client.chat.completions.parse(**card, tools=[tool], tool_choice="required").choices[0].message
+    shown_card = (
+        client.chat.completions.parse(**card, tools=[tool], tool_choice="required")
+        .choices[0]
+        .message
+    )
     equal(isinstance(shown_card.tool_calls[0].function.parsed_arguments, Card), True)
 
 with feature("responses"):
@@ -135,12 +166,16 @@ with feature("responses"):
 
 with feature("responses streamed"):
     with client.responses.stream(model=ADAPTER, input=QUESTION, temperature=0) as events:
-        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in events if event.type == "response.output_text.delta"
+        )
         equal(events.get_final_response().output_text, ANSWER)
     equal(text, ANSWER)
 
 with feature("responses `parse`"):
-    answer = client.responses.parse(model=BASE, input=CARD_QUESTION, text_format=Card, temperature=0)
+    answer = client.responses.parse(
+        model=BASE, input=CARD_QUESTION, text_format=Card, temperature=0
+    )
     equal(is_scarf(answer.output_parsed), True)
 
 with feature("responses tools"):
@@ -153,13 +188,19 @@ with feature("responses tools"):
             break
         for item in made:
             result = run_tool(item.name, item.arguments)
-            items.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
+            items.append(
+                {"type": "function_call_output", "call_id": item.call_id, "output": result}
+            )
     equal(has_both(got.output_text), True)
 
 with feature("files and batches"):
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": asked}
-    file = client.files.create(file=("in.jsonl", io.BytesIO(json.dumps(line).encode())), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    file = client.files.create(
+        file=("in.jsonl", io.BytesIO(json.dumps(line).encode())), purpose="batch"
+    )
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
     for _ in range(300):
         batch = client.batches.retrieve(batch.id)
         if batch.status not in ("validating", "in_progress", "finalizing"):

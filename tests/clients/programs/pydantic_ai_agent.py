@@ -57,5 +57,7 @@ for provider in ("openai", "openai-chat"):
 
     for output in (NativeOutput, PromptedOutput):
         with feature(f"{provider}: {output.__name__}"):
-            typed: Agent[None, Any] = Agent(base, output_type=output(Card), model_settings=greedy, retries=0)
+            typed: Agent[None, Any] = Agent(
+                base, output_type=output(Card), model_settings=greedy, retries=0
+            )
             equal(is_scarf(typed.run_sync(CARD_QUESTION).output), True)

@@ -32,20 +32,36 @@ with feature("generate from token ids"):
     equal(made["prompt_ids"], [PROMPT_IDS, PROMPT_IDS[:5]])
     equal([len(made["completion_ids"]), len(made["logprobs"])], [4, 4])
     for ids, shown in zip(made["completion_ids"], made["logprob_token_ids"], strict=True):
-        equal([len(ids), all(token in near for token, near in zip(ids, shown, strict=True))], [len(shown), True])
+        equal(
+            [len(ids), all(token in near for token, near in zip(ids, shown, strict=True))],
+            [len(shown), True],
+        )
 
 with feature("generate under a regex"):
-    equal(len(client.generate([PROMPT_IDS], structured_outputs_regex="[0-9]{3}")["completion_ids"][0]) > 0, True)
+    equal(
+        len(client.generate([PROMPT_IDS], structured_outputs_regex="[0-9]{3}")["completion_ids"][0])
+        > 0,
+        True,
+    )
 
 with feature("chat"):
     talks = [[{"role": "user", "content": QUESTION}]] * 3
     equal(client.chat(talks, **greedy)["prompt_ids"], [PROMPT_IDS] * 3)
 
 with feature("chat with tools"):
-    equal(len(client.chat([[{"role": "user", "content": QUESTION}]], tools=[TOOLS[0], price_of])["completion_ids"]), 1)
+    equal(
+        len(
+            client.chat([[{"role": "user", "content": QUESTION}]], tools=[TOOLS[0], price_of])[
+                "completion_ids"
+            ]
+        ),
+        1,
+    )
 
 with feature("get_sequence_logprobs"):
-    scored = client.get_sequence_logprobs([[*PROMPT_IDS, *ANSWER_IDS]], [len(PROMPT_IDS)], top_logprobs=3)
+    scored = client.get_sequence_logprobs(
+        [[*PROMPT_IDS, *ANSWER_IDS]], [len(PROMPT_IDS)], top_logprobs=3
+    )
     equal(scored["actual_token_ids"], [[[token] for token in ANSWER_IDS]])
 
 with feature("load_lora_adapter, generate with it, unload_lora_adapter"):

@@ -20,14 +20,22 @@ def bench(backend: str, endpoint: str, *more: str) -> None:
     result = Path(tempfile.mkdtemp()) / "result.json"
     where = ["--backend", backend, "--base-url", URL, "--endpoint", endpoint, "--model", BASE]
     load = ["--dataset-name", "random", f"--num-prompts={PROMPTS}", f"--random-input-len={INPUT}"]
-    load += [f"--random-output-len={OUTPUT}", "--ignore-eos", "--tokenizer", os.environ["MANYLORA_MODEL_PATH"]]
+    load += [
+        f"--random-output-len={OUTPUT}",
+        "--ignore-eos",
+        "--tokenizer",
+        os.environ["MANYLORA_MODEL_PATH"],
+    ]
     saved = ["--save-result", "--result-dir", str(result.parent), "--result-filename", result.name]
     # The command itself asks for a package of the name vllm; the one for CPUs has another.
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     main(parser.parse_args([*where, *load, *saved, *more]))
     done = json.loads(result.read_text())
-    equal((done["completed"], done["failed"], done["total_output_tokens"]), (PROMPTS, 0, PROMPTS * OUTPUT))
+    equal(
+        (done["completed"], done["failed"], done["total_output_tokens"]),
+        (PROMPTS, 0, PROMPTS * OUTPUT),
+    )
 
 
 with feature("`--backend openai`"):

@@ -27,7 +27,9 @@ RED = SlotLease(slot=0, generation=3, digest="red")
 BLUE = SlotLease(slot=2, generation=1, digest="blue")
 
 
-def chunk(tokens: list[int], start: int, tables: list[list[int]], adapter: SlotLease | None = None) -> Chunk:
+def chunk(
+    tokens: list[int], start: int, tables: list[list[int]], adapter: SlotLease | None = None
+) -> Chunk:
     return Chunk(request_id="r", token_ids=tokens, start=start, block_table=tables, adapter=adapter)
 
 
@@ -51,13 +53,18 @@ def test_rows_stand_in_order_of_their_adapter_slot_with_the_base_first() -> None
 
 
 def test_every_token_has_its_place_in_each_layer_group() -> None:
-    batch = build(chunk(list(range(6)), 3, [[10, 11, 12], [20, 21, 22]]), chunk([9], 8, [[1, 2, 3], [4, 5, 6]]))
+    batch = build(
+        chunk(list(range(6)), 3, [[10, 11, 12], [20, 21, 22]]),
+        chunk([9], 8, [[1, 2, 3], [4, 5, 6]]),
+    )
     assert batch.rows.slot_mapping[0].tolist() == [43, 44, 45, 46, 47, 48, 12]
     assert batch.rows.slot_mapping[1].tolist() == [83, 84, 85, 86, 87, 88, 24]
 
 
 def test_attention_sees_each_request_up_to_its_last_token() -> None:
-    attention = build(chunk([1, 2, 3], 6, [[10, 11, 12], [20, 21, 22]]), chunk([9], 0, [[1], [4]])).rows.attention
+    attention = build(
+        chunk([1, 2, 3], 6, [[10, 11, 12], [20, 21, 22]]), chunk([9], 0, [[1], [4]])
+    ).rows.attention
     assert attention[0].context_lens_host == (9, 1)
     assert attention[0].query_lens == (3, 1)
     assert attention[0].block_table.tolist() == [[10, 11, 12], [1, 0, 0]]

@@ -37,7 +37,9 @@ def costs_of(
 ) -> PageCosts:
     """Measured with a slab of so many pages; nothing is left in any page."""
     slab = HostSlab(num_host_pages, driver.geometry.page_bytes, pinned=False)
-    measures = StartMeasures(driver.decoder, driver.arena, driver.pool, max_tokens=max_tokens, **clock)
+    measures = StartMeasures(
+        driver.decoder, driver.arena, driver.pool, max_tokens=max_tokens, **clock
+    )
     costs = measures.costs(slab, PageCopier(driver.arena))
     assert driver.pool.num_free == driver.pool.capacity
     assert slab.num_free == num_host_pages
@@ -45,11 +47,17 @@ def costs_of(
     return costs
 
 
-def prices_of(driver: StepDriver, lora_bytes_per_rank: int, prompt_context: float = 0.125) -> Prices:
+def prices_of(
+    driver: StepDriver, lora_bytes_per_rank: int, prompt_context: float = 0.125
+) -> Prices:
     """Measured by a clock of one second per step of 16 rows."""
     num_free = driver.pool.num_free
-    measures = StartMeasures(driver.decoder, driver.arena, driver.pool, max_tokens=512, clock=ticking())
-    prices = measures.prices(COSTS, lora_bytes_per_rank=lora_bytes_per_rank, prompt_context=prompt_context)
+    measures = StartMeasures(
+        driver.decoder, driver.arena, driver.pool, max_tokens=512, clock=ticking()
+    )
+    prices = measures.prices(
+        COSTS, lora_bytes_per_rank=lora_bytes_per_rank, prompt_context=prompt_context
+    )
     assert driver.pool.num_free == num_free
     assert not driver.arena.bytes[0].any()
     return prices
@@ -85,7 +93,9 @@ def test_a_slow_machine_is_judged_by_a_short_prompt(model: Path) -> None:
     assert costs == PageCosts(copy_s=0.25, load_s=1.0, token_s=1 / 16)
 
 
-def test_what_is_set_up_for_a_length_is_no_part_of_its_cost(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_set_up_for_a_length_is_no_part_of_its_cost(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU a kernel may be compiled anew for the first longer prompt, which takes seconds."""
     driver = StepDriver(model)
     forward = driver.decoder.forward
@@ -104,7 +114,9 @@ def test_what_is_set_up_for_a_length_is_no_part_of_its_cost(model: Path, monkeyp
     assert len(lengths) == 2
 
 
-def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths: list[int] = []
 
     def measure(max_tokens: int, num_pages: int) -> int:

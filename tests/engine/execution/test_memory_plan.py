@@ -13,7 +13,16 @@ from fake_engine import DEMO_MODEL, demo_ready
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.lora.layout import adapter_pages, slot_bytes
 from manylora.adapters.lora.tables import AdapterTables
-from manylora.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, Weights
+from manylora.config import (
+    GIB,
+    MAX_SLOTS,
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    Weights,
+)
 from manylora.engine.execution.memory_plan import (
     MIN_SLOTS,
     TABLE_DIVISOR,
@@ -23,7 +32,13 @@ from manylora.engine.execution.memory_plan import (
     max_model_len,
     plan_memory,
 )
-from manylora.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry, read_spec
+from manylora.engine.model.spec import (
+    DecoderSpec,
+    base_shape,
+    decoder_spec,
+    model_geometry,
+    read_spec,
+)
 from manylora.engine.start_checks import check_start
 from manylora.engine.status import MemoryPlan
 from manylora.errors import ConfigError
@@ -67,7 +82,9 @@ def plan(
     **memory: float,
 ) -> MemoryPlan:
     model = ModelConfig(path="m", weights=weights, max_model_len=max_len, cuda_graphs=cuda_graphs)
-    config = Config(model=model, memory=MemoryConfig(**memory), adapter=adapter, scheduler=scheduler)  # type: ignore[arg-type]
+    config = Config(
+        model=model, memory=MemoryConfig(**memory), adapter=adapter, scheduler=scheduler
+    )  # type: ignore[arg-type]
     free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
     return plan_memory(config, SPEC, BASE, GEOMETRY, free, on_cpu=device.type == "cpu")
 
@@ -78,7 +95,9 @@ def plan_llama_8b(free_gib: float, gib: float | None = None) -> MemoryPlan:
     base = base_shape(spec, "")
     config = Config(model=ModelConfig(path="m"), memory=MemoryConfig(gib=gib))
     free = FreeMemory(int(free_gib * GIB), 64 * GIB)
-    return plan_memory(config, spec, base, model_geometry(spec, base, 2, "auto"), free, on_cpu=False)
+    return plan_memory(
+        config, spec, base, model_geometry(spec, base, 2, "auto"), free, on_cpu=False
+    )
 
 
 def test_a_cpu_gives_a_quarter_of_what_the_weights_leave() -> None:
@@ -108,14 +127,20 @@ def test_a_small_pool_has_the_least_number_of_slots_and_a_huge_one_the_most() ->
 def test_tables_of_large_ranks_bound_the_slots() -> None:
     planned = plan(CPU, 256, adapter=AdapterConfig(max_rank=256))
     assert MIN_SLOTS < planned.slots < plan(CPU, 256).slots
-    assert planned.table_bytes == planned.slots * slot_bytes(BASE, 256) <= planned.arena_bytes // TABLE_DIVISOR
+    assert (
+        planned.table_bytes
+        == planned.slots * slot_bytes(BASE, 256)
+        <= planned.arena_bytes // TABLE_DIVISOR
+    )
 
 
 def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refused() -> None:
     planned = plan(CPU, 256, adapter=AdapterConfig(slots=100))
     assert (planned.slots, planned.rank16_adapters) == (100, 100)  # pages would do for more
     tables = AdapterTables(100, BASE, 64, GEOMETRY, CPU)
-    assert planned.table_bytes == sum(part.nbytes for part in (tables.offsets, tables.ranks, tables.scalings))
+    assert planned.table_bytes == sum(
+        part.nbytes for part in (tables.offsets, tables.ranks, tables.scalings)
+    )
     with pytest.raises(ConfigError, match="are free"):
         plan(CPU, 5.7, gib=4, host_gib=0.5, adapter=AdapterConfig(slots=MAX_SLOTS))
 
@@ -157,19 +182,30 @@ def test_a_gpu_reserves_what_graphs_workspaces_and_the_largest_step_take() -> No
     row = 4 * 896 + (14 + 2 + 2 + 14) * 64 + 3 * 4864  # hidden rows, attention, feed-forward
     logits, positions = 64 * 32_000 * (2 + 3 * 4), 32_768 * 64 * 4
     partials = 64 * 64 * 14 * (64 + 4) * 4  # 64 requests of at most 64 splits
-    assert (reserved.graphs, reserved.workspaces) == (GIB + 64 * (row + 3 * 32_000) * 2 + partials, GIB // 2)
+    assert (reserved.graphs, reserved.workspaces) == (
+        GIB + 64 * (row + 3 * 32_000) * 2 + partials,
+        GIB // 2,
+    )
     assert reserved.activations == 2048 * row * 2 + logits + partials + positions
     fewer = SchedulerConfig(step_tokens=128, max_running=128)
-    assert plan(CUDA, 80, scheduler=fewer).reserved.activations == 128 * row * 2 + 2 * (logits + partials) + positions
+    assert (
+        plan(CUDA, 80, scheduler=fewer).reserved.activations
+        == 128 * row * 2 + 2 * (logits + partials) + positions
+    )
     assert plan(CUDA, 80, cuda_graphs=False).reserved.graphs == 0
     graphs = plan(CUDA, 80).reserved.graphs
-    assert plan(CUDA, 80, cuda_graphs=False).arena_bytes == pytest.approx(plan(CUDA, 80).arena_bytes + graphs, rel=1e-3)
+    assert plan(CUDA, 80, cuda_graphs=False).arena_bytes == pytest.approx(
+        plan(CUDA, 80).arena_bytes + graphs, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("free_gib", [23.5, 17.2])
 def test_a_model_of_8b_fits_on_a_small_gpu(free_gib: float) -> None:
     planned = plan_llama_8b(free_gib)
-    assert planned.weight_bytes + planned.reserved.total + planned.arena_bytes + planned.table_bytes <= free_gib * GIB
+    assert (
+        planned.weight_bytes + planned.reserved.total + planned.arena_bytes + planned.table_bytes
+        <= free_gib * GIB
+    )
     assert planned.kv_tokens >= (40_000 if free_gib > 20 else 1_000)
 
 
@@ -197,7 +233,10 @@ def test_a_model_that_does_not_fit_beside_the_reserve_is_refused_with_the_number
 
 
 def test_more_host_memory_than_is_free_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"memory\.host_gib: 90\.00 GiB are asked for, but only 80\.00 GiB are free"):
+    with pytest.raises(
+        ConfigError,
+        match=r"memory\.host_gib: 90\.00 GiB are asked for, but only 80\.00 GiB are free",
+    ):
         plan(CUDA, 80, host_gib=90)
 
 
@@ -208,16 +247,22 @@ def test_rounded_weights_leave_the_pool_more_memory(weights: Weights, share: flo
     linears = WEIGHT_BYTES - PACKED_HEAD_BYTES
     assert planned.weight_bytes < share * linears + 2 * PACKED_HEAD_BYTES
     assert planned.num_pages > whole.num_pages
-    assert f"in float32 with {weights} weights" in format_plan(planned, replace(demo_ready(), memory=planned))
+    assert f"in float32 with {weights} weights" in format_plan(
+        planned, replace(demo_ready(), memory=planned)
+    )
 
 
 def test_a_gpu_computes_no_rounded_weights() -> None:
     assert plan(CUDA, 80, weights="bf16").weights == "bf16"
-    with pytest.raises(ConfigError, match=r"model\.weights: int8 is computed on a CPU only; take auto or bf16"):
+    with pytest.raises(
+        ConfigError, match=r"model\.weights: int8 is computed on a CPU only; take auto or bf16"
+    ):
         plan(CUDA, 80, weights="int8")
 
 
-def test_a_start_with_rounded_weights_on_a_gpu_is_refused_before_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_with_rounded_weights_on_a_gpu_is_refused_before_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("manylora.engine.start_checks.count_cuda_devices", lambda: 1)
     check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="bf16")))
     with pytest.raises(ConfigError, match="int8 is computed on a CPU only"):
@@ -233,13 +278,19 @@ def test_what_is_asked_for_is_given() -> None:
 @pytest.mark.parametrize(
     ("free_gib", "asked", "said"),
     [
-        (0.25, {}, r"model\.path: weights of 0\.\d\d GiB and .* need 0\.\d\d GiB, but only 0\.25 GiB"),
+        (
+            0.25,
+            {},
+            r"model\.path: weights of 0\.\d\d GiB and .* need 0\.\d\d GiB, but only 0\.25 GiB",
+        ),
         (8, {"gib": 9}, r"memory\.gib.*only 8\.00 GiB are free"),
         (8, {"gib": 0.1, "max_len": 32_768}, "one request of 32,768 tokens needs"),
         (8, {"gib": 0.0001}, "are the least"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(free_gib: float, asked: dict[str, Any], said: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    free_gib: float, asked: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         plan(CPU, free_gib, **asked)
 
@@ -275,15 +326,22 @@ def test_a_longer_request_than_the_model_was_made_for_is_refused() -> None:
 def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
     planned = plan(CPU, 256)
     ready = dataclasses.replace(
-        demo_ready(max_model_len=32_768), model_path="some/model", dtype="bfloat16", geometry=GEOMETRY
+        demo_ready(max_model_len=32_768),
+        model_path="some/model",
+        dtype="bfloat16",
+        geometry=GEOMETRY,
     )
     text = format_plan(planned, ready)
     assert "some/model on cpu in bfloat16, at most 32,768 tokens" in text
     assert f"at most {planned.slots:,} adapters of any size on the device at once" in text
     assert f"{planned.host_pages // planned.rank16_pages:,} adapters of rank 16 kept ready" in text
-    assert f"{planned.kv_tokens:,} tokens, or {planned.rank16_adapters:,} adapters of rank 16" in text
+    assert (
+        f"{planned.kv_tokens:,} tokens, or {planned.rank16_adapters:,} adapters of rank 16" in text
+    )
     assert "layers" not in text
-    grouped = dataclasses.replace(ready, geometry=dataclasses.replace(GEOMETRY, num_groups=2, layers_per_group=12))
+    grouped = dataclasses.replace(
+        ready, geometry=dataclasses.replace(GEOMETRY, num_groups=2, layers_per_group=12)
+    )
     assert "of 12 layers" in format_plan(planned, grouped)
     assert "reserve" not in text
     parts = "1.03 GiB for CUDA graphs, 0.50 GiB for workspaces, 0.13 GiB for a step of 2,048 tokens"
@@ -293,8 +351,12 @@ def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
 def test_int8_holds_about_twice_the_tokens_in_the_same_memory_and_the_plan_says_so() -> None:
     geometry = model_geometry(SPEC, BASE, 2, "int8")
     config = Config(model=ModelConfig(path="m"), memory=MemoryConfig(gib=4, kv_dtype="int8"))
-    planned = plan_memory(config, SPEC, BASE, geometry, FreeMemory(256 * GIB, 256 * GIB), on_cpu=True)
-    assert planned.kv_tokens == pytest.approx(plan(CPU, 256, gib=4).kv_tokens * 128 / 68, rel=0.005)  # heads of 64
+    planned = plan_memory(
+        config, SPEC, BASE, geometry, FreeMemory(256 * GIB, 256 * GIB), on_cpu=True
+    )
+    assert planned.kv_tokens == pytest.approx(
+        plan(CPU, 256, gib=4).kv_tokens * 128 / 68, rel=0.005
+    )  # heads of 64
     ready = dataclasses.replace(demo_ready(), dtype="bfloat16", geometry=geometry)
     text = format_plan(planned, ready)
     assert "on cpu in bfloat16 with int8 KV cache, at most" in text

@@ -31,10 +31,14 @@ GEOMETRY = PageGeometry(
 def a_plan(rng: random.Random) -> StepPlan:
     chunks: list[Chunk] = []
     for _ in range(rng.randrange(1, 7)):
-        count = rng.choice((1, 1, MAX_ITEM_ROWS, MAX_ITEM_ROWS + 1, 3 * chunk_tile_rows(HEAD_GROUP) + 1))
+        count = rng.choice(
+            (1, 1, MAX_ITEM_ROWS, MAX_ITEM_ROWS + 1, 3 * chunk_tile_rows(HEAD_GROUP) + 1)
+        )
         start, slot = rng.randrange(30), rng.randrange(-1, 3)
         blocks = GEOMETRY.blocks(start + count) + rng.randrange(2)
-        pages = [np.array(rng.sample(range(1, NUM_PAGES), blocks), dtype=np.int32) for _ in range(2)]
+        pages = [
+            np.array(rng.sample(range(1, NUM_PAGES), blocks), dtype=np.int32) for _ in range(2)
+        ]
         chunks.append(
             Chunk(
                 request_id=f"r{len(chunks)}",
@@ -70,7 +74,8 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
     step = pack_step(plan, GEOMETRY, NUM_PAGES)
     items, tiles = step.items(), step.tiles(HEAD_GROUP)
     seen_by = {
-        row: (int(length), int(table)) for row, table, length in zip(*map(np.ndarray.tolist, items), strict=True)
+        row: (int(length), int(table))
+        for row, table, length in zip(*map(np.ndarray.tolist, items), strict=True)
     }
     for first, count, position, table in tiles.T.tolist():
         assert count <= chunk_tile_rows(HEAD_GROUP)
@@ -81,12 +86,18 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
     assert sum(prompt.query_len for prompt in prompts) == tiles[1].sum()
     for prompt in prompts:
         chunk = plan.chunks[step.order[step.first_rows.tolist().index(prompt.row)]]
-        assert (prompt.query_len, prompt.context_len) == (len(chunk.token_ids), chunk.start + len(chunk.token_ids))
+        assert (prompt.query_len, prompt.context_len) == (
+            len(chunk.token_ids),
+            chunk.start + len(chunk.token_ids),
+        )
         for group, pages in enumerate(chunk.block_table):
             expected = list(pages[: GEOMETRY.blocks(prompt.context_len)])
             assert tables[group][prompt.request].tolist() == expected
     row, samples = 0, []
-    slots = [-1 if plan.chunks[place].adapter is None else plan.chunks[place].adapter.slot for place in step.order]  # type: ignore[union-attr]
+    slots = [
+        -1 if plan.chunks[place].adapter is None else plan.chunks[place].adapter.slot
+        for place in step.order
+    ]  # type: ignore[union-attr]
     assert slots == sorted(slots)
     assert sorted(step.order) == list(range(len(plan.chunks)))
     for index, place in enumerate(step.order):
@@ -126,4 +137,6 @@ def test_a_token_of_the_step_before_is_named_by_its_place() -> None:
 @pytest.mark.parametrize("source", [1, 3, -1], ids=["yields none", "no such chunk", "negative"])
 def test_a_token_that_the_step_before_does_not_yield_is_refused(source: int) -> None:
     with pytest.raises(EngineError, match="takes the token of chunk"):
-        pack_step(StepPlan(step=2, chunks=[a_token("a", source)]), GEOMETRY, NUM_PAGES, [4, None, 1])
+        pack_step(
+            StepPlan(step=2, chunks=[a_token("a", source)]), GEOMETRY, NUM_PAGES, [4, None, 1]
+        )

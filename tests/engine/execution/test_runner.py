@@ -35,7 +35,9 @@ def test_results_come_in_the_order_of_the_plan(model: Path, adapter: Path) -> No
     slot = driver.load_adapter(adapter)
     prompts = [prompt(6, seed) for seed in range(4)]
     slots = [slot, None, slot, None]
-    apart = [driver.run([driver.request(*each)])[0].token_id for each in zip(prompts, slots, strict=True)]
+    apart = [
+        driver.run([driver.request(*each)])[0].token_id for each in zip(prompts, slots, strict=True)
+    ]
     requests = [driver.request(*each) for each in zip(prompts, slots, strict=True)]
     results = driver.run(requests)
     assert [result.request_id for result in results] == [request.request_id for request in requests]
@@ -53,7 +55,9 @@ def test_logprobs_of_prompt_and_output_are_those_of_the_logits(model: Path) -> N
     driver = StepDriver(model)
     tokens = prompt(150, seed=4)
     expected = driver.logits_alone(tokens).log_softmax(-1)
-    request = driver.request(tokens, params=SamplingParams(temperature=0.0, logprobs=2, max_tokens=99))
+    request = driver.request(
+        tokens, params=SamplingParams(temperature=0.0, logprobs=2, max_tokens=99)
+    )
     chunk = driver.chunk(request, prompt_logprobs=3)
     (result,) = driver.execute(driver.plan([chunk], request.new_pages))
     assert len(result.prompt_logprobs) == 149
@@ -66,7 +70,9 @@ def test_logprobs_of_prompt_and_output_are_those_of_the_logits(model: Path) -> N
     assert result.logprobs.logprob == pytest.approx(float(expected[-1].max()), abs=1e-4)
 
 
-def test_a_slot_that_was_reused_is_refused_before_anything_is_computed(model: Path, adapter: Path) -> None:
+def test_a_slot_that_was_reused_is_refused_before_anything_is_computed(
+    model: Path, adapter: Path
+) -> None:
     driver = StepDriver(model)
     old = driver.load_adapter(adapter)
     request = driver.request(prompt(5), old)
@@ -108,7 +114,10 @@ def test_prompt_scores_that_overflow_are_told(model: Path, tmp_path: Path) -> No
 
 
 def moves(pages: Sequence[int], host_pages: Sequence[int]) -> list[PageMove]:
-    return [PageMove(device_page=page, host_page=host) for page, host in zip(pages, host_pages, strict=True)]
+    return [
+        PageMove(device_page=page, host_page=host)
+        for page, host in zip(pages, host_pages, strict=True)
+    ]
 
 
 def test_tokens_do_not_depend_on_pages_that_were_swapped_out_and_in_to_others(model: Path) -> None:
@@ -167,7 +176,10 @@ def test_pages_move_in_the_order_of_the_plan(model: Path) -> None:
         copies=[PageCopy(source=2, target=4)],
     )
     assert driver.execute(plan) == []
-    assert [int(driver.slab.pages[0][0]), *(int(driver.arena.bytes[page][-1]) for page in (1, 2, 4))] == [1, 0, 3, 3]
+    assert [
+        int(driver.slab.pages[0][0]),
+        *(int(driver.arena.bytes[page][-1]) for page in (1, 2, 4)),
+    ] == [1, 0, 3, 3]
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -202,7 +214,9 @@ def test_a_step_ends_after_its_copies_to_the_host_even_when_it_fails(
         {"copies": [PageCopy(source=1, target=0)]},
     ],
 )
-def test_pages_that_do_not_exist_are_refused_before_any_is_moved(model: Path, wrong: dict[str, list[Any]]) -> None:
+def test_pages_that_do_not_exist_are_refused_before_any_is_moved(
+    model: Path, wrong: dict[str, list[Any]]
+) -> None:
     driver = StepDriver(model)
     before = driver.arena.bytes.clone()
     fields: dict[str, Any] = {"swap_out": moves([2], [2]), "zero_pages": [3], **wrong}
@@ -211,7 +225,9 @@ def test_pages_that_do_not_exist_are_refused_before_any_is_moved(model: Path, wr
     assert torch.equal(driver.arena.bytes, before)
 
 
-def test_a_token_of_the_step_before_is_taken_before_anybody_reads_it(model: Path, adapter: Path) -> None:
+def test_a_token_of_the_step_before_is_taken_before_anybody_reads_it(
+    model: Path, adapter: Path
+) -> None:
     """Two requests at depth 1, in other places in each step, say what they say when each token is read first."""
     driver = StepDriver(model)
     slot = driver.load_adapter(adapter)

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+)
 
 from manylora.engine.execution.sampler import GREEDY, PhiloxDraws, RowMasks, Sampler
 from manylora.engine.sampling_params import SamplingParams
@@ -23,8 +26,16 @@ SAMPLER = Sampler(kernels_for(torch.device("cpu"), torch.float32))
 
 
 def spec(seed: int = 7, choice: int = 0, output: int = 0, **params: Any) -> SampleSpec:
-    history = {key: params.pop(key) for key in ("prompt_token_ids", "output_token_ids") if key in params}
-    return SampleSpec(params=SamplingParams(**params), seed=seed, choice_index=choice, output_index=output, **history)
+    history = {
+        key: params.pop(key) for key in ("prompt_token_ids", "output_token_ids") if key in params
+    }
+    return SampleSpec(
+        params=SamplingParams(**params),
+        seed=seed,
+        choice_index=choice,
+        output_index=output,
+        **history,
+    )
 
 
 def logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -35,7 +46,9 @@ def sample(scores: torch.Tensor, *specs: SampleSpec) -> list[int | None]:
     return [token for token, _ in SAMPLER.sample(scores.clone(), specs)]
 
 
-def test_a_draw_is_the_philox_number_of_seed_choice_and_output_index_whatever_was_drawn_before() -> None:
+def test_a_draw_is_the_philox_number_of_seed_choice_and_output_index_whatever_was_drawn_before() -> (
+    None
+):
     draws = PhiloxDraws()
     for seed in (0, 1, -3):
         for choice in (0, 2):
@@ -47,7 +60,9 @@ def test_a_draw_is_the_philox_number_of_seed_choice_and_output_index_whatever_wa
 
 def test_a_sampled_token_does_not_depend_on_its_neighbours() -> None:
     scores = logits(4)
-    specs = [spec(seed=seed, output=seed, temperature=1.5) for seed in range(3)] + [spec(temperature=0.0)]
+    specs = [spec(seed=seed, output=seed, temperature=1.5) for seed in range(3)] + [
+        spec(temperature=0.0)
+    ]
     together = sample(scores, *specs)
     apart = [sample(scores[row : row + 1], each)[0] for row, each in enumerate(specs)]
     assert together == apart
@@ -94,7 +109,9 @@ def test_logprobs_are_those_of_the_unchanged_logits() -> None:
 
 
 def test_what_was_not_asked_for_is_not_reported() -> None:
-    (_, found), (_, without_top), (_, missing) = SAMPLER.sample(logits(3), [spec(logprobs=1), spec(logprobs=0), spec()])
+    (_, found), (_, without_top), (_, missing) = SAMPLER.sample(
+        logits(3), [spec(logprobs=1), spec(logprobs=0), spec()]
+    )
     assert found is not None
     assert without_top is not None
     assert without_top.top_ids == []
@@ -156,28 +173,44 @@ def ruled_out(scores: torch.Tensor, chosen: SampleSpec) -> set[int]:
     sampler = Sampler(kernels_for(torch.device("cpu"), torch.float32), [EOS])
     lifted = scores.repeat(VOCAB, 1)
     lifted[range(VOCAB), range(VOCAB)] = 1000.0
-    return {token for token, (found, _) in enumerate(sampler.sample(lifted, [chosen] * VOCAB)) if found != token}
+    return {
+        token
+        for token, (found, _) in enumerate(sampler.sample(lifted, [chosen] * VOCAB))
+        if found != token
+    }
 
 
-@pytest.mark.parametrize("output", [[], [5], [5, 6], [6], [5, 5, 6], [9, 9], [9, 9, 9], [1, 9, 9, 9], [7, 6]], ids=str)
+@pytest.mark.parametrize(
+    "output", [[], [5], [5, 6], [6], [5, 5, 6], [9, 9], [9, 9, 9], [1, 9, 9, 9], [7, 6]], ids=str
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_words_are_those_of_transformers(output: list[int], temperature: float) -> None:
     scores = logits(1)
     reference = NoBadWordsLogitsProcessor([list(word) for word in BAD_WORDS])(
         torch.tensor([output], dtype=torch.int64), scores
     )
-    asked = spec(temperature=temperature, bad_words=BAD_WORDS, output_token_ids=output, output=len(output))
+    asked = spec(
+        temperature=temperature, bad_words=BAD_WORDS, output_token_ids=output, output=len(output)
+    )
     assert ruled_out(scores, asked) == set(torch.isinf(reference[0]).nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("num_output", range(5))
 @pytest.mark.parametrize("ignore_eos", [True, False])
-def test_until_min_tokens_nothing_ends_the_output_as_in_transformers(num_output: int, ignore_eos: bool) -> None:
+def test_until_min_tokens_nothing_ends_the_output_as_in_transformers(
+    num_output: int, ignore_eos: bool
+) -> None:
     scores, prompt = logits(1), [1, 2, 3]
     reference = MinNewTokensLengthLogitsProcessor(len(prompt), 3, [EOS, STOP])(
         torch.tensor([prompt + [8] * num_output]), scores
     )
-    asked = spec(output=num_output, temperature=0.0, min_tokens=3, stop_token_ids=(STOP,), ignore_eos=ignore_eos)
+    asked = spec(
+        output=num_output,
+        temperature=0.0,
+        min_tokens=3,
+        stop_token_ids=(STOP,),
+        ignore_eos=ignore_eos,
+    )
     assert ruled_out(scores, asked) == set(torch.isinf(reference[0]).nonzero()[:, 0].tolist())
 
 
@@ -201,7 +234,9 @@ def test_words_that_leave_no_token_are_the_end_of_their_own_row_only() -> None:
 def test_ruled_out_tokens_keep_their_logprobs() -> None:
     scores = logits(1)
     likeliest = int(scores[0].argmax())
-    ((token, found),) = SAMPLER.sample(scores.clone(), [spec(temperature=0.0, bad_words=((likeliest,),), logprobs=1)])
+    ((token, found),) = SAMPLER.sample(
+        scores.clone(), [spec(temperature=0.0, bad_words=((likeliest,),), logprobs=1)]
+    )
     assert found is not None
     assert (found.rank, found.top_ids, found.token_id) == (2, [likeliest], token)
 
@@ -216,7 +251,9 @@ def bits_of(*allowed: set[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_a_masked_row_is_dead_only_where_nothing_is_left_of_a_distribution(filters: dict[str, Any]) -> None:
+def test_a_masked_row_is_dead_only_where_nothing_is_left_of_a_distribution(
+    filters: dict[str, Any],
+) -> None:
     scores = logits(6)
     scores[2, 5] = math.nan  # which its grammar rules out
     scores[3, 5] = 1e35
@@ -230,7 +267,10 @@ def test_a_masked_row_is_dead_only_where_nothing_is_left_of_a_distribution(filte
 
 def test_edits_come_before_masks_and_their_rows_are_told_apart() -> None:
     scores = torch.zeros(3, VOCAB)
-    specs = [spec(temperature=0.0, logit_bias={9: 50.0, 3: 20.0}), spec(temperature=0.0, allowed_token_ids=(8, 3))]
+    specs = [
+        spec(temperature=0.0, logit_bias={9: 50.0, 3: 20.0}),
+        spec(temperature=0.0, allowed_token_ids=(8, 3)),
+    ]
     masks = RowMasks([0, 1], bits_of({3, 4}, {8}))
     SAMPLER.edit(scores, [*specs, spec()], masks)
     assert {token: float(scores[0, token]) for token in (3, 4)} == {3: 20.0, 4: 0.0}
@@ -271,12 +311,19 @@ def test_edits_are_one_copy_and_neither_they_nor_logprobs_are_waited_for() -> No
 
     masked = []
     kernels = replace(
-        torch_kernels(), logprobs=logprobs, mask_tokens=lambda *operands: masked.append([x.shape for x in operands])
+        torch_kernels(),
+        logprobs=logprobs,
+        mask_tokens=lambda *operands: masked.append([x.shape for x in operands]),
     )
     sampler = Sampler(kernels)
     scores = torch.empty((3, VOCAB), device="meta")
     specs = [
-        spec(logit_bias={9: 50.0, 3: 20.0}, repetition_penalty=1.5, prompt_token_ids=[5, 6], output_token_ids=[7]),
+        spec(
+            logit_bias={9: 50.0, 3: 20.0},
+            repetition_penalty=1.5,
+            prompt_token_ids=[5, 6],
+            output_token_ids=[7],
+        ),
         spec(allowed_token_ids=(8, 3), logprobs=3),
         spec(),
     ]

@@ -20,7 +20,10 @@ from manylora.errors import EngineError
 from meta_step import LLAMA, NUM_PAGES, Watch, a_plan, step_device
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-pytestmark = [pytest.mark.no_cover, pytest.mark.skipif(INTERPRETS, reason="binds kernels that are to be compiled")]
+pytestmark = [
+    pytest.mark.no_cover,
+    pytest.mark.skipif(INTERPRETS, reason="binds kernels that are to be compiled"),
+]
 
 TOP_P = SamplingParams(temperature=0.7, top_p=0.9)
 GREEDY = SamplingParams(temperature=0.0)
@@ -74,7 +77,10 @@ def test_a_decode_step_asks_nothing_and_is_one_copy_and_one_read(
     assert running.reads == 1  # which `collect` waits for
     num_launches = len(triton.launches) + running.operations.total()
     assert num_launches <= LAUNCHES[num_adapters], (triton.counts, running.operations)
-    per_layer = {f"{name}_kernel": count * LLAMA.num_layers for name, count in PER_LAYER[num_adapters].items()}
+    per_layer = {
+        f"{name}_kernel": count * LLAMA.num_layers
+        for name, count in PER_LAYER[num_adapters].items()
+    }
     per_layer["rms_norm_kernel"] = per_layer.get("rms_norm_kernel", 0) + 1  # before the first layer
     assert {name: triton.counts[name] for name in per_layer} == per_layer
     assert running.operations["linear"] == 4 * LLAMA.num_layers + 1
@@ -115,7 +121,9 @@ def test_the_start_takes_no_more_memory_than_is_reserved(device: StepDevice) -> 
     with fake_triton(), patch.object(torch, "empty", measured):
         programs.prepare()
     partials = 64 * 64 * 32 * (128 + 4) * 4  # of the 64 splits of 64 requests
-    assert partials <= largest <= device.max_rows * 2 * LLAMA.intermediate * 2, "gate and up of the largest step"
+    assert partials <= largest <= device.max_rows * 2 * LLAMA.intermediate * 2, (
+        "gate and up of the largest step"
+    )
     assert {program.logits.untyped_storage()._cdata for program in programs.decode.values()} == {
         device.logits.untyped_storage()._cdata
     }

@@ -34,11 +34,14 @@ MIXED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens
 @pytest.mark.skipif(INTERPRETS, reason="starts this file in the other kind of process")
 def test_programs_are_right_in_the_interpreter() -> None:
     here = Path(__file__).parent
-    run_interpreted([Path(__file__), here / "test_runner.py", here.parent / "test_program_engine.py"])
+    run_interpreted(
+        [Path(__file__), here / "test_runner.py", here.parent / "test_program_engine.py"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "bucket"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (64, 64), (65, 96), (256, 256), (257, 320)]
+    ("num_rows", "bucket"),
+    [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (64, 64), (65, 96), (256, 256), (257, 320)],
 )
 def test_rows_are_padded_to_few_numbers(num_rows: int, bucket: int) -> None:
     assert bucket_rows(num_rows) == bucket
@@ -75,14 +78,21 @@ def test_each_step_has_a_host_image_of_its_own() -> None:
         images.send()
         hosts.append(images.host)
         assert layout.on_device(images.device)["field"].tolist() == [number] * 4
-    assert [layout.on_device(host)["field"].tolist() for host in hosts] == [[number] * 4 for number in range(3)]
+    assert [layout.on_device(host)["field"].tolist() for host in hosts] == [
+        [number] * 4 for number in range(3)
+    ]
 
 
 def make_files(folder: Path, num_layers: int) -> tuple[Path, list[Path]]:
     """A model, and an adapter of each rank."""
     model = make_model(folder / "model", "qwen3", num_hidden_layers=num_layers)
     return model, [
-        make_adapter(model, folder / str(rank), rank=rank, targets=ALL_LINEAR if rank != 3 else ("q_proj", "v_proj"))
+        make_adapter(
+            model,
+            folder / str(rank),
+            rank=rank,
+            targets=ALL_LINEAR if rank != 3 else ("q_proj", "v_proj"),
+        )
         for rank in RANKS
     ]
 
@@ -115,15 +125,21 @@ class World:
         found = []
         for length, slot in zip(lengths, slots, strict=True):
             tokens = torch.randint(0, 256, (length,), generator=generator).tolist()
-            request = self.driver.request(tokens, None if slot is None else self.leases[slot], params)
+            request = self.driver.request(
+                tokens, None if slot is None else self.leases[slot], params
+            )
             self.driver.chunk(request, length - 1)
             pages = self.driver.arena.elements[request.new_pages]
-            self.driver.arena.elements[request.new_pages] = torch.randn(pages.shape, generator=generator)
+            self.driver.arena.elements[request.new_pages] = torch.randn(
+                pages.shape, generator=generator
+            )
             request.new_pages = []
             found.append(request)
         return found
 
-    def step(self, requests: Sequence[DrivenRequest]) -> tuple[PackedStep, list[SampleSpec], list[int]]:
+    def step(
+        self, requests: Sequence[DrivenRequest]
+    ) -> tuple[PackedStep, list[SampleSpec], list[int]]:
         """The next token of each, as programs load it."""
         plan = self.driver.plan([self.driver.chunk(request) for request in requests], [])
         zeroed = [page for request in requests for page in request.new_pages]
@@ -200,7 +216,9 @@ def forget(step: PackedStep, device: StepDevice) -> None:
 
 
 @interpreted
-def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(files: tuple[Path, list[Path]]) -> None:
+def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(
+    files: tuple[Path, list[Path]],
+) -> None:
     from recorded_graph import capture
 
     world = World(*files)
@@ -220,7 +238,9 @@ def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(files: tupl
 
 
 @interpreted
-def test_an_adapter_that_comes_back_to_other_pages_is_read_there(files: tuple[Path, list[Path]]) -> None:
+def test_an_adapter_that_comes_back_to_other_pages_is_read_there(
+    files: tuple[Path, list[Path]],
+) -> None:
     from recorded_graph import capture
 
     world = World(*files)
@@ -239,7 +259,10 @@ def test_an_adapter_that_comes_back_to_other_pages_is_read_there(files: tuple[Pa
 def test_nothing_moves_while_steps_come_and_go(files: tuple[Path, list[Path]]) -> None:
     world = World(*files)
     programs = StepPrograms(world.device, max_running=4, capture=None)
-    steps = [world.step(world.requests(lengths, slots)) for lengths, slots in (((5, 9), (0, None)), ((40,), (2,)))]
+    steps = [
+        world.step(world.requests(lengths, slots))
+        for lengths, slots in (((5, 9), (0, None)), ((40,), (2,)))
+    ]
     for step in steps:
         run(programs.program(step[0]), step)
     addresses = {shape: tensors_of(program) for shape, program in programs.decode.items()}
@@ -254,5 +277,9 @@ def tensors_of(program: StepProgram) -> list[int]:
     rows, columns = program.rows, program.columns
     attention = [batch.rows(1, 0) for batch in rows.attention]
     tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns.words]
-    tensors += [part for each in attention for part in (each.block_table, each.item_lens, each.work[0], each.tiles)]
+    tensors += [
+        part
+        for each in attention
+        for part in (each.block_table, each.item_lens, each.work[0], each.tiles)
+    ]
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]

@@ -21,12 +21,20 @@ QUANTUM = 10.0
 class Crowd:
     """An order and the requests in it, numbered by arrival."""
 
-    def __init__(self, policy: str = "fair", num_rows: int = 64, inner: InnerOrder | None = None) -> None:
+    def __init__(
+        self, policy: str = "fair", num_rows: int = 64, inner: InnerOrder | None = None
+    ) -> None:
         self.order = FairOrder(policy, inner or InnerOrder(), QUANTUM, num_rows)  # type: ignore[arg-type]
         self._arrivals = 0
 
     def arrive(
-        self, tenant: str = "t", ref: str | None = None, *, lane: int = 0, weight: float = 1.0, priority: int = 0
+        self,
+        tenant: str = "t",
+        ref: str | None = None,
+        *,
+        lane: int = 0,
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> RequestState:
         self._arrivals += 1
         flow = FlowKey(tenant=tenant, lane=lane, weight=weight, priority=priority)
@@ -55,11 +63,15 @@ class Crowd:
 
 def least(share: Share) -> Share | None:
     """The child that is next, found by a look at each."""
-    children = [child for child in share.children.values() if child.num_queued and not child.is_closed]
+    children = [
+        child for child in share.children.values() if child.num_queued and not child.is_closed
+    ]
     return min(
         children,
         key=lambda child: (
-            child.queue[child.cursor][1].priority if isinstance(child, Flow) and child.cursor < child.num_queued else 0,
+            child.queue[child.cursor][1].priority
+            if isinstance(child, Flow) and child.cursor < child.num_queued
+            else 0,
             child.counter + child.quantum * (child.rows + child.promised + 1) / child.weight,
             child.ticket,
         ),
@@ -68,7 +80,9 @@ def least(share: Share) -> Share | None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_the_child_that_is_first_is_the_least(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_happens_the_child_that_is_first_is_the_least(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`first` looks only at children that have changed."""
     first, num_asked = Share.first, Counter[bool]()
 
@@ -83,7 +97,11 @@ def test_whatever_happens_the_child_that_is_first_is_the_least(seed: int, monkey
     running: list[RequestState] = []
     for _ in range(60):
         for _ in range(draw.randrange(4)):
-            tenant, ref, priority = draw.choice("abcdef"), draw.choice([None, "x", "y"]), draw.choice([0, 0, 0, -1])
+            tenant, ref, priority = (
+                draw.choice("abcdef"),
+                draw.choice([None, "x", "y"]),
+                draw.choice([0, 0, 0, -1]),
+            )
             weight = draw.choice([1.0, 3.0])
             crowd.arrive(tenant, ref, lane=draw.randrange(2), weight=weight, priority=priority)
         line = crowd.order.candidates(draw.randrange(1, 12))
@@ -116,7 +134,10 @@ def test_within_an_adapter_requests_go_by_priority_then_the_preempted_then_arriv
 
 def test_first_come_first_served_knows_neither_tenants_nor_adapters() -> None:
     crowd = Crowd("fcfs")
-    states = [crowd.arrive(tenant, ref) for tenant, ref in (("a", None), ("a", "x"), ("b", None), ("a", None))]
+    states = [
+        crowd.arrive(tenant, ref)
+        for tenant, ref in (("a", None), ("a", "x"), ("b", None), ("a", None))
+    ]
     crowd.start(states[0])
     crowd.order.charge([(states[0], 1000.0)])
     assert crowd.line() == [2, 3, 4]
@@ -171,13 +192,17 @@ def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_page
     assert crowd.order.paused == (set(stopped) if status == "running" else set())
     other = crowd.arrive("b")
     crowd.order.charge([(first, 2 * QUANTUM - 1)])
-    assert crowd.order.row_for(other) is None, "half as many were stopped as there are rows: a turn is twice as long"
+    assert crowd.order.row_for(other) is None, (
+        "half as many were stopped as there are rows: a turn is twice as long"
+    )
     crowd.order.charge([(first, 1.0)])
     assert crowd.order.row_for(other) is first
     for state in crowd.run("c", "c"):
         stop(state)
     crowd.order.charge([(first, 1e9)])
-    assert crowd.order.row_for(other) is None, "as many were stopped as there are rows: who has begun ends first"
+    assert crowd.order.row_for(other) is None, (
+        "as many were stopped as there are rows: who has begun ends first"
+    )
 
 
 def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> None:
@@ -189,7 +214,9 @@ def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> Non
     other = crowd.arrive("z")
     crowd.run("n")
     crowd.order.charge([(first, 5 * QUANTUM - 1)])
-    assert crowd.order.row_for(other) is None, "four were stopped beside ten: a turn is five times as long"
+    assert crowd.order.row_for(other) is None, (
+        "four were stopped beside ten: a turn is five times as long"
+    )
     crowd.order.charge([(first, 2.0)])
     assert crowd.order.row_for(other) is first
 
@@ -269,7 +296,9 @@ def test_passed_over_adapters_are_left_out_for_one_plan() -> None:
 
 
 @pytest.mark.parametrize("num_adapters", [1, 200])
-def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_at(num_adapters: int) -> None:
+def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_at(
+    num_adapters: int,
+) -> None:
     simulator = Simulator(num_pages=400, max_running=8, step_tokens=32, checked=False)
     simulator.store.ticks = 1 << 30
     for index in range(200):
@@ -278,7 +307,9 @@ def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_
     for index in range(400):
         simulator.submit(request(f"b{index}", prompt=4, max_tokens=20, flow=FlowKey(tenant="busy")))
     simulator.pump(1200)
-    assert sum(outputs[-1].finish_reason == "length" for outputs in simulator.outputs.values()) == 400
+    assert (
+        sum(outputs[-1].finish_reason == "length" for outputs in simulator.outputs.values()) == 400
+    )
 
 
 def flood(simulator: Simulator, name: str, count: int, lane: int = 0) -> None:
@@ -295,7 +326,9 @@ def served(simulator: Simulator, name: str, num_steps: int) -> float:
 
 
 def roomy() -> Simulator:
-    return Simulator(num_pages=1500, max_running=8, step_tokens=64, checked=False, max_model_len=4000)
+    return Simulator(
+        num_pages=1500, max_running=8, step_tokens=64, checked=False, max_model_len=4000
+    )
 
 
 @pytest.mark.parametrize("burst", ["modest", "newcomer"])
@@ -323,8 +356,12 @@ def test_a_batch_that_had_an_idle_engine_still_has_its_twentieth() -> None:
 def test_a_batch_has_its_part_of_the_tokens_beside_prompts_without_end() -> None:
     simulator = Simulator(num_pages=400, max_running=4, step_tokens=16, checked=False)
     for index in range(300):
-        simulator.submit(request(f"i{index}", prompt=200, max_tokens=1, flow=FlowKey(tenant="interactive")))
-    simulator.submit(request("batch", prompt=20, max_tokens=4, flow=FlowKey(tenant="batch", lane=1)))
+        simulator.submit(
+            request(f"i{index}", prompt=200, max_tokens=1, flow=FlowKey(tenant="interactive"))
+        )
+    simulator.submit(
+        request("batch", prompt=20, max_tokens=4, flow=FlowKey(tenant="batch", lane=1))
+    )
     simulator.pump(1000)
     assert simulator.last("batch").finish_reason == "length"
     assert len(simulator.scheduler.table.waiting) > 100
@@ -332,7 +369,13 @@ def test_a_batch_has_its_part_of_the_tokens_beside_prompts_without_end() -> None
 
 def test_a_load_is_charged_once_however_many_wait_for_it() -> None:
     def service(count: int, ref_pages: int) -> float:
-        simulator = Simulator(num_pages=400, max_running=8, step_tokens=64, adapter_pages=ref_pages, has_prefixes=False)
+        simulator = Simulator(
+            num_pages=400,
+            max_running=8,
+            step_tokens=64,
+            adapter_pages=ref_pages,
+            has_prefixes=False,
+        )
         for index in range(count):
             flow = FlowKey(tenant="t", lane=index % 2)
             simulator.submit(request(f"r{index}", ref=adapter("x"), flow=flow))
@@ -350,7 +393,9 @@ def test_a_request_that_is_looked_at_out_of_turn_settles_nothing() -> None:
     crowd.order.charge([(state, 500.0) for state in flood])
     newcomer, more = crowd.arrive("b"), crowd.arrive("a")
     assert crowd.order.row_for(more) is None
-    assert [state for state in crowd.order.candidates(1) if crowd.order.row_for(state) is flood[-1]] == [newcomer]
+    assert [
+        state for state in crowd.order.candidates(1) if crowd.order.row_for(state) is flood[-1]
+    ] == [newcomer]
 
 
 def test_a_request_that_loses_its_row_while_others_are_looked_at_shows_none_of_them_twice() -> None:
@@ -379,7 +424,9 @@ def test_a_tenant_without_rows_takes_one_though_another_before_it_has_too_many()
     crowd = Crowd(num_rows=4)
     many, few, *paused = crowd.run("many", "few", "many", "many", "many", "many")
     for state in paused:
-        crowd.order.stop(state)  # as many are paused as there are rows: only who has more rows gives one up
+        crowd.order.stop(
+            state
+        )  # as many are paused as there are rows: only who has more rows gives one up
     crowd.run("many", "many")
     new = crowd.arrive("new")
     crowd.order.charge([(many, 0.0), (few, 300.0), (new, 10.0)])
@@ -402,7 +449,9 @@ def low_and_running(crowd: Crowd, count: int) -> list[RequestState]:
     return rows
 
 
-def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have_theirs_back() -> None:
+def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have_theirs_back() -> (
+    None
+):
     crowd = Crowd(num_rows=4, inner=Mlfq())
     rows = low_and_running(crowd, 4)
     for _ in range(4 * MAX_STOPPED_PER_ROW):
@@ -417,10 +466,14 @@ def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have
     crowd.order.tick(MAX_PAUSE_S)
     back = next(crowd.order.candidates(1))
     assert back in rows
-    assert crowd.order.row_for(back) is not None, "one that waited long enough takes a row whatever is paused"
+    assert crowd.order.row_for(back) is not None, (
+        "one that waited long enough takes a row whatever is paused"
+    )
 
 
-def test_a_request_that_lost_its_pages_while_it_was_paused_comes_to_the_front_all_the_same() -> None:
+def test_a_request_that_lost_its_pages_while_it_was_paused_comes_to_the_front_all_the_same() -> (
+    None
+):
     crowd = Crowd(num_rows=8, inner=Mlfq())
     row, other = low_and_running(crowd, 2)
     crowd.order.tick(0.0)

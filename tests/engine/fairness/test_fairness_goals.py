@@ -26,7 +26,11 @@ def test_goal_is_reached(goal: Goal) -> None:
 def test_first_come_first_served_misses_what_fairness_reaches() -> None:
     """Otherwise the goals would say nothing of the order."""
     by_name = {goal.name: goal for goal in GOALS}
-    for name in ("A-1 shares, 3:1", "A-3 TTFT p95 of the smallest five, s", "A-3 Jain's index of ten tenants"):
+    for name in (
+        "A-1 shares, 3:1",
+        "A-3 TTFT p95 of the smallest five, s",
+        "A-3 Jain's index of ten tenants",
+    ):
         assert not by_name[name].holds(by_name[name].measure("fcfs")), name
 
 
@@ -37,17 +41,29 @@ def test_service_is_counted_once_and_by_the_prices() -> None:
 
     def note(ended_s: float, *chunks: tuple[str, int, int]) -> None:
         made = [
-            Chunk(request_id=name, token_ids=[1] * count, start=start, block_table=[[]], adapter=adapter)
+            Chunk(
+                request_id=name,
+                token_ids=[1] * count,
+                start=start,
+                block_table=[[]],
+                adapter=adapter,
+            )
             for name, start, count in chunks
         ]
         log.note(StepPlan(step=1, chunks=made), ended_s, owners)
 
     note(1.0, ("x", 0, 4))
-    assert log.served("a", 0, 1) == pytest.approx(4 + 2), "four prompt tokens, and an adapter of rank 32 alone"
+    assert log.served("a", 0, 1) == pytest.approx(4 + 2), (
+        "four prompt tokens, and an adapter of rank 32 alone"
+    )
     note(2.0, ("x", 4, 1), ("y", 0, 600))
-    assert log.served("a", 1, 2) == pytest.approx(2 + 5 / 600 + 1), "an output token, and half of the adapter"
+    assert log.served("a", 1, 2) == pytest.approx(2 + 5 / 600 + 1), (
+        "an output token, and half of the adapter"
+    )
     note(3.0, ("x", 0, 5), ("y", 600, 1))
-    assert log.served("a", 2, 3) == pytest.approx(1), "what is computed again is free, its adapter is not"
+    assert log.served("a", 2, 3) == pytest.approx(1), (
+        "what is computed again is free, its adapter is not"
+    )
     assert log.served("b", 2, 3) == pytest.approx(2 + 601 / 600 + 1)
     ahead = 6.0, 6 + 3 + 5 / 600 - 601
     assert log.max_gap("a", "b", {"a": 1.0, "b": 1.0}, 1, 2) == pytest.approx(ahead[0] - ahead[1])

@@ -15,7 +15,13 @@ from simulation import driven
 
 
 def arrived(second: float, *, tokens: int = 1, start_by_s: float = float("inf")) -> RequestState:
-    return driven.arrived(driven.request("r"), second, arrived_s=second, predicted_tokens=tokens, start_by_s=start_by_s)
+    return driven.arrived(
+        driven.request("r"),
+        second,
+        arrived_s=second,
+        predicted_tokens=tokens,
+        start_by_s=start_by_s,
+    )
 
 
 def is_first(name: InnerName, state: RequestState, other: RequestState) -> bool:
@@ -34,7 +40,9 @@ def test_nothing_that_comes_a_minute_later_goes_first(name: InnerName) -> None:
     oldest = arrived(0.0, tokens=100_000)
     before = arrived(MAX_OVERTAKING_S - 1.0, tokens=1, start_by_s=MAX_OVERTAKING_S - 0.5)
     assert is_first(name, before, oldest)
-    assert is_first(name, oldest, arrived(MAX_OVERTAKING_S, tokens=1, start_by_s=MAX_OVERTAKING_S + 1.0))
+    assert is_first(
+        name, oldest, arrived(MAX_OVERTAKING_S, tokens=1, start_by_s=MAX_OVERTAKING_S + 1.0)
+    )
 
 
 def test_the_nearest_deadline_goes_first() -> None:

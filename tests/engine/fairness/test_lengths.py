@@ -82,7 +82,9 @@ def test_a_very_long_run_keeps_its_precision() -> None:
     assert 71 <= known.p50("acme", "sha256:a", CAP) <= 142
 
 
-def test_memory_is_bounded_and_the_least_recently_updated_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_the_least_recently_updated_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lengths, "MAX_HISTOGRAMS", 6)
     known = taught([10] * 20, tenant="busy")
     for number in range(40):

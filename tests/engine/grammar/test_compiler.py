@@ -71,7 +71,9 @@ class Parts:
             raise Panic("the parser gave up")
         return FakeMatcher(text)
 
-    def ask(self, name: str, text: str, tenant: str = "t", generated: list[int] | None = None) -> object:
+    def ask(
+        self, name: str, text: str, tenant: str = "t", generated: list[int] | None = None
+    ) -> object:
         return self.grammars.ask(request_for(name, text, tenant, generated))
 
     def done(self) -> dict[str, object]:
@@ -79,7 +81,9 @@ class Parts:
         return dict(self.grammars.take_done())
 
 
-def request_for(name: str, text: str, tenant: str = "t", generated: list[int] | None = None) -> GenerationRequest:
+def request_for(
+    name: str, text: str, tenant: str = "t", generated: list[int] | None = None
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=[1],
@@ -110,13 +114,22 @@ def test_tenants_take_turns_and_share_nothing() -> None:
     assert [name for name, _ in parts.grammars.take_done()] == ["many-0", "few-0"]
 
 
-def test_what_goes_wrong_ends_those_that_asked_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_goes_wrong_ends_those_that_asked_and_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     parts = Parts()
     for name in ("wrong", "panic", "no copies", "right"):
         parts.ask(name, name)
     done = parts.done()
-    assert [type(result) for result in done.values()] == [RequestError, RequestError, RequestError, FakeMatcher]
-    assert done["wrong"] == RequestError(code="grammar_too_complex", message="It is wrong.", kind="request")
+    assert [type(result) for result in done.values()] == [
+        RequestError,
+        RequestError,
+        RequestError,
+        FakeMatcher,
+    ]
+    assert done["wrong"] == RequestError(
+        code="grammar_too_complex", message="It is wrong.", kind="request"
+    )
     assert isinstance(done["panic"], RequestError)
     assert done["panic"].kind == "internal"
     assert "gave up" in caplog.text
@@ -158,7 +171,9 @@ def test_a_matcher_begins_after_what_was_generated_already() -> None:
     assert done["does not"].code == "grammar_mismatch"
 
 
-def test_a_tenant_with_many_grammars_pushes_out_its_own_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_with_many_grammars_pushes_out_its_own_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiler, "MAX_KEPT", 4)
     parts = Parts()
     parts.ask("mine", "mine", "few")
@@ -171,7 +186,9 @@ def test_a_tenant_with_many_grammars_pushes_out_its_own_first(monkeypatch: pytes
     assert parts.ask("oldest", "grammar 0", "many") is None
 
 
-def test_what_is_kept_is_bounded_in_bytes_and_what_copies_add_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_bounded_in_bytes_and_what_copies_add_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 3_500_000)
     monkeypatch.setattr(compiler, "BASE_BYTES", 0)
     clock = itertools.count()

@@ -74,12 +74,16 @@ def test_log_probabilities_are_those_without_the_grammar(llm: LLM) -> None:
 
 def test_an_answer_that_is_cut_ends_with_length_and_one_that_just_fits_with_stop(llm: LLM) -> None:
     outcomes = {
-        count: llm.generate([PROMPT], SamplingParams(max_tokens=count, temperature=0), grammar='start: "abcd"')[0]
+        count: llm.generate(
+            [PROMPT], SamplingParams(max_tokens=count, temperature=0), grammar='start: "abcd"'
+        )[0]
         for count in (1, 12)
     }
     assert (outcomes[1].finish_reason, outcomes[12].finish_reason) == ("length", "stop")
     exact = len(outcomes[12].token_ids)
-    (just,) = llm.generate([PROMPT], SamplingParams(max_tokens=exact, temperature=0), grammar='start: "abcd"')
+    (just,) = llm.generate(
+        [PROMPT], SamplingParams(max_tokens=exact, temperature=0), grammar='start: "abcd"'
+    )
     assert (just.finish_reason, just.text) == ("stop", "abcd")
 
 
@@ -96,7 +100,9 @@ def test_an_answer_that_is_cut_ends_with_length_and_one_that_just_fits_with_stop
         {"logit_bias": {5: 100.0, 6: 100.0}},
     ],
 )
-def test_other_parameters_of_sampling_do_not_break_the_grammar(llm: LLM, fields: dict[str, object]) -> None:
+def test_other_parameters_of_sampling_do_not_break_the_grammar(
+    llm: LLM, fields: dict[str, object]
+) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.5, seed=3, **fields)  # type: ignore[arg-type]
     (completion,) = llm.generate([PROMPT], params, grammar='start: "yes, of " /[ab]/ " sort"')
     assert completion.finish_reason in ("stop", "length")
@@ -105,12 +111,20 @@ def test_other_parameters_of_sampling_do_not_break_the_grammar(llm: LLM, fields:
 
 def test_a_stop_string_still_ends_an_answer(llm: LLM) -> None:
     (completion,) = llm.generate(
-        [PROMPT], SamplingParams(max_tokens=12, temperature=0, stop=("of",)), grammar='start: "yes, of a sort"'
+        [PROMPT],
+        SamplingParams(max_tokens=12, temperature=0, stop=("of",)),
+        grammar='start: "yes, of a sort"',
     )
-    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("yes, ", "stop", "of")
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        "yes, ",
+        "stop",
+        "of",
+    )
 
 
-def test_a_request_whose_grammar_leaves_no_token_ends_with_an_error_and_its_neighbours_go_on(llm: LLM) -> None:
+def test_a_request_whose_grammar_leaves_no_token_ends_with_an_error_and_its_neighbours_go_on(
+    llm: LLM,
+) -> None:
     forbids = SamplingParams(max_tokens=5, temperature=0, allowed_token_ids=(40,))
     outputs = drained(
         llm,
@@ -124,7 +138,9 @@ def test_a_request_whose_grammar_leaves_no_token_ends_with_an_error_and_its_neig
 
 def test_a_request_whose_grammar_takes_too_long_to_follow_ends_with_an_error(llm: LLM) -> None:
     params = SamplingParams(max_tokens=400, min_tokens=400, temperature=1.0, seed=1)
-    (*_, last) = drained(llm, request_for("slow", "start: a\na: /[a-z]/ | a a | a a a", params=params))["slow"]
+    (*_, last) = drained(
+        llm, request_for("slow", "start: a\na: /[a-z]/ | a a | a a a", params=params)
+    )["slow"]
     assert last.error is not None
     assert last.error.code == "grammar_too_complex"
 
@@ -136,7 +152,9 @@ def test_what_was_generated_elsewhere_counts(llm: LLM) -> None:
         llm,
         request_for("goes on", lark, generated_token_ids=token_ids[:2]),
         request_for("complete", lark, generated_token_ids=token_ids),
-        request_for("other", lark, generated_token_ids=llm.tokenizer.encode("no", add_special_tokens=False)),
+        request_for(
+            "other", lark, generated_token_ids=llm.tokenizer.encode("no", add_special_tokens=False)
+        ),
     )
     rest = [token_id for output in outputs["goes on"] for token_id in output.token_ids]
     assert llm.tokenizer.decode(token_ids[:2] + rest) == "yes, of a sort"

@@ -15,7 +15,11 @@ INT64 = {"type": "integer", "format": "int64", "minimum": -(2**63), "maximum": 2
 UINT64 = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
 ORDER: Schema = {
     "type": "object",
-    "properties": {"id": INT64, "note": {"type": "string"}, "parent": {"anyOf": [UINT64, {"type": "null"}]}},
+    "properties": {
+        "id": INT64,
+        "note": {"type": "string"},
+        "parent": {"anyOf": [UINT64, {"type": "null"}]},
+    },
     "required": ["id"],
     "additionalProperties": False,
 }
@@ -28,16 +32,27 @@ DERIVED: Schema = {
 EITHER: Schema = {
     "$defs": {
         "a": {"$ref": "#/$defs/b"},
-        "b": {"type": "object", "properties": {"id": INT64}, "required": ["id"], "additionalProperties": False},
+        "b": {
+            "type": "object",
+            "properties": {"id": INT64},
+            "required": ["id"],
+            "additionalProperties": False,
+        },
     },
     "type": "object",
-    "anyOf": [{"$ref": "#/$defs/a"}, {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}],
+    "anyOf": [
+        {"$ref": "#/$defs/a"},
+        {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]},
+    ],
 }
 TREE: Schema = {
     "$defs": {
         "node": {
             "type": "object",
-            "properties": {"id": INT64, "below": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            "properties": {
+                "id": INT64,
+                "below": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
             "required": ["id", "below"],
             "additionalProperties": False,
         }
@@ -64,7 +79,10 @@ TOKENIZER = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257)
 def takes(grammar: str, text: str) -> bool:
     matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+    return (
+        matcher.try_consume_tokens(list(text.encode())) == len(text.encode())
+        and matcher.is_accepting()
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,27 +90,59 @@ def takes(grammar: str, text: str) -> bool:
     [
         ({"const": ODD}, [ODD], [ODD - 1, ODD + 1]),
         ({"const": -(2**64) - 1}, [-(2**64) - 1], [-(2**64)]),
-        ({"enum": [ODD, "x", {"a": [ODD]}, None, 1e22]}, [ODD, "x", {"a": [ODD]}, None, 10**22], [ODD - 1, 1]),
+        (
+            {"enum": [ODD, "x", {"a": [ODD]}, None, 1e22]},
+            [ODD, "x", {"a": [ODD]}, None, 10**22],
+            [ODD - 1, 1],
+        ),
         ({"type": "integer", "enum": [ODD, "x"]}, [ODD], ["x"]),
         (INT64, [0, -1, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 1.5, "x"]),
         (UINT64, [0, 10, ODD, 2**64 - 1], [2**64, -1]),
         ({"type": "integer", "minimum": ODD}, [ODD, 10**40], [ODD - 1, 3]),
         ({"type": "integer", "exclusiveMaximum": -ODD}, [-ODD - 1, -(10**40)], [-ODD, 0, 10**17]),
-        ({"type": ["integer", "null"], "exclusiveMinimum": -(2**63)}, [None, 1 - 2**63], [-(2**63), "x"]),
+        (
+            {"type": ["integer", "null"], "exclusiveMinimum": -(2**63)},
+            [None, 1 - 2**63],
+            [-(2**63), "x"],
+        ),
         ({"minimum": ODD}, [ODD, "x", None, {}, [1]], [ODD - 1, 0.5, -3]),
-        ({"type": "number", "minimum": -0.5, "maximum": 2**64 - 1}, [-0.5, 0, 2.25, 2**64 - 1], [-0.6, -1, 2**64]),
+        (
+            {"type": "number", "minimum": -0.5, "maximum": 2**64 - 1},
+            [-0.5, 0, 2.25, 2**64 - 1],
+            [-0.6, -1, 2**64],
+        ),
         ({"type": "number", "maximum": 1e19}, [10**19, -0.5, -(10**30)], [10**19 + 1]),
-        (ORDER, [{"id": -(2**63)}, {"id": 1, "note": "x", "parent": None}, {"id": 1, "parent": 2**64 - 1}], [{}]),
-        (ORDER, [], [{"id": 2**63}, {"id": 1, "parent": 2**64}, {"id": 1, "x": 1}, {"note": "x", "id": 1}]),
+        (
+            ORDER,
+            [
+                {"id": -(2**63)},
+                {"id": 1, "note": "x", "parent": None},
+                {"id": 1, "parent": 2**64 - 1},
+            ],
+            [{}],
+        ),
+        (
+            ORDER,
+            [],
+            [{"id": 2**63}, {"id": 1, "parent": 2**64}, {"id": 1, "x": 1}, {"note": "x", "id": 1}],
+        ),
         (
             {**ORDER, "required": [], "additionalProperties": UINT64},
             [{}, {"x": ODD}, {"note": "", "/": 1}],
             [{"x": -1}],
         ),
-        ({"type": "array", "items": UINT64, "minItems": 1, "maxItems": 3}, [[1], [1, 2, ODD]], [[], [-1], [1] * 4]),
+        (
+            {"type": "array", "items": UINT64, "minItems": 1, "maxItems": 3},
+            [[1], [1, 2, ODD]],
+            [[], [-1], [1] * 4],
+        ),
         ({"type": "array", "items": UINT64}, [[], [1, 2, 3]], [[2**64]]),
         ({"prefixItems": [{"const": ODD}], "items": False}, [[], [ODD], "x"], [[ODD, 1], [1]]),
-        ({"type": "array", "prefixItems": [{"const": ODD}], "minItems": 3}, [[ODD, 1, "a"]], [[ODD, 1]]),
+        (
+            {"type": "array", "prefixItems": [{"const": ODD}], "minItems": 3},
+            [[ODD, 1, "a"]],
+            [[ODD, 1]],
+        ),
         (
             TREE,
             [{"id": 1, "below": [{"id": -(2**63), "below": []}]}],
@@ -101,22 +151,36 @@ def takes(grammar: str, text: str) -> bool:
         ({"allOf": [{"$ref": "#/$defs/id"}], "$defs": {"id": INT64}}, [2**63 - 1], [2**63]),
         ({"const": "a\0b"}, ["a\0b"], ["ab", "a b"]),
         (EITHER, [{"id": 2**63 - 1}, {"b": None}], [{"id": 2**63}, {}, 1]),
-        ({"enum": ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1]}, ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1], ["", {"k\x01": [""]}]),
-        (DERIVED, [{"b": 1, "id": -(2**63)}, {"b": 1, "id": 0, "x": 1}], [{"b": 1, "id": 2**63}, {"b": 1}, {"id": 1}]),
+        (
+            {"enum": ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1]},
+            ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1],
+            ["", {"k\x01": [""]}],
+        ),
+        (
+            DERIVED,
+            [{"b": 1, "id": -(2**63)}, {"b": 1, "id": 0, "x": 1}],
+            [{"b": 1, "id": 2**63}, {"b": 1}, {"id": 1}],
+        ),
     ],
 )
 def test_values_that_a_library_would_change_are_held_to_exactly(
     schema: Schema, good: list[object], bad: list[object]
 ) -> None:
     for grammar in (json_grammar(schema), with_schemas_read(f"start: %json {json.dumps(schema)}")):
-        assert [value for value in good if not takes(grammar, json.dumps(value, ensure_ascii=False))] == []
-        assert [value for value in bad if takes(grammar, json.dumps(value, ensure_ascii=False))] == []
+        assert [
+            value for value in good if not takes(grammar, json.dumps(value, ensure_ascii=False))
+        ] == []
+        assert [
+            value for value in bad if takes(grammar, json.dumps(value, ensure_ascii=False))
+        ] == []
 
 
 def chain(link: Schema, end: object, length: int) -> Schema:
     """Definitions of which each is `link`, which leads to the next one by `$ref` to `#/$defs/next`."""
     text = json.dumps(link)
-    links = {f"d{index}": json.loads(text.replace("next", f"d{index + 1}")) for index in range(length)}
+    links = {
+        f"d{index}": json.loads(text.replace("next", f"d{index + 1}")) for index in range(length)
+    }
     return {**links, f"d{length}": end}
 
 
@@ -130,13 +194,17 @@ def chain(link: Schema, end: object, length: int) -> Schema:
     ],
 )
 def test_a_long_way_to_a_wide_number_is_followed(link: Schema) -> None:
-    assert str(ODD) in json_grammar({"$defs": chain(link, {"const": ODD}, 1500), "$ref": "#/$defs/d0"})
+    assert str(ODD) in json_grammar(
+        {"$defs": chain(link, {"const": ODD}, 1500), "$ref": "#/$defs/d0"}
+    )
 
 
 def test_a_schema_that_joins_the_same_again_and_again_is_read_once() -> None:
     again = {"allOf": [{"$ref": "#/$defs/next"}, {"$ref": "#/$defs/next"}]}
     shared = {"$defs": chain(again, {"type": "object"}, 60)}
-    grammar = json_grammar({**shared, "allOf": [{"$ref": "#/$defs/d0"}, {"properties": {"a": {"const": ODD}}}]})
+    grammar = json_grammar(
+        {**shared, "allOf": [{"$ref": "#/$defs/d0"}, {"properties": {"a": {"const": ODD}}}]}
+    )
     assert takes(grammar, json.dumps({"a": ODD, "b": 1}))
 
 
@@ -151,7 +219,9 @@ MANY = [{"$ref": "#/$defs/d0"}] * 3000
     ],
     ids=["items", "unions"],
 )
-def test_a_long_way_that_many_parts_share_is_followed_once(schema: Schema, end: Schema, written: str) -> None:
+def test_a_long_way_that_many_parts_share_is_followed_once(
+    schema: Schema, end: Schema, written: str
+) -> None:
     """It takes minutes, if each part follows it."""
     assert written in json_grammar({**schema, "$defs": chain({"$ref": "#/$defs/next"}, end, 3000)})
 
@@ -167,8 +237,14 @@ def test_a_long_way_back_is_followed_once() -> None:
 def test_a_grammar_that_is_much_longer_than_its_schema_is_not_written() -> None:
     link = {"type": "object", "properties": {"x": {"$ref": "#/$defs/next"}}}
     leaves = {f"p{index}": {"$ref": "#/$defs/d0"} for index in range(600)}
-    schema = {"$defs": chain(link, {}, 600), "type": "object", "properties": {"w": {"const": ODD}, **leaves}}
-    with pytest.raises(InvalidRequestError, match="schema makes a grammar of more than 262144 bytes") as refused:
+    schema = {
+        "$defs": chain(link, {}, 600),
+        "type": "object",
+        "properties": {"w": {"const": ODD}, **leaves},
+    }
+    with pytest.raises(
+        InvalidRequestError, match="schema makes a grammar of more than 262144 bytes"
+    ) as refused:
         json_grammar(schema)
     assert refused.value.code == "grammar_too_large"
 
@@ -182,10 +258,14 @@ def test_every_range_of_whole_numbers_is_exact() -> None:
             inside = {low, high, (low + high) // 2, min(low + 1, high), max(high - 1, low)}
             assert all(takes(grammar, str(value)) for value in inside)
             near = {low - 1, high + 1, low * 10, high * 10 + 9, low // 10, high // 10, 0}
-            assert [value for value in near if takes(grammar, str(value)) != (low <= value <= high)] == []
+            assert [
+                value for value in near if takes(grammar, str(value)) != (low <= value <= high)
+            ] == []
 
 
-@pytest.mark.parametrize("name", ["password", "byte", "binary", "path", "uri-reference", "regex", "int64", "any thing"])
+@pytest.mark.parametrize(
+    "name", ["password", "byte", "binary", "path", "uri-reference", "regex", "int64", "any thing"]
+)
 def test_a_format_that_is_not_known_constrains_nothing(name: str) -> None:
     assert json_grammar({"type": "string", "format": name}) == json_grammar({"type": "string"})
 
@@ -193,7 +273,11 @@ def test_a_format_that_is_not_known_constrains_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("date", ["2024-02-29", "2000-02-29", "2023-02-28"], ["2023-02-29", "1900-02-29", "2023-04-31"]),
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "2023-02-28"],
+            ["2023-02-29", "1900-02-29", "2023-04-31"],
+        ),
         ("time", ["23:59:59.5+01:00"], ["12:00:60Z", "x"]),
         ("date-time", ["2024-02-29T00:00:00Z"], ["2023-02-29T00:00:00Z", "2023-03-01T12:00:60Z"]),
         ("hostname", ["a.b"], [".".join(["a" * 60] * 5)]),
@@ -219,8 +303,19 @@ ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties"
     [
         ({"$ref": "#"}, "schema", ENDLESS),
         ({**NEEDS_A, "properties": {"a": {"$ref": "#"}}}, "schema.properties.a", ENDLESS),
-        ({**NEEDS_A, "properties": {"type": {}, "a": {**NEEDS_A, "properties": {"a": {"$ref": "#"}}}}}, None, ENDLESS),
-        ({**NEEDS_A, "additionalProperties": {"$ref": "#"}}, "schema.additionalProperties", ENDLESS),
+        (
+            {
+                **NEEDS_A,
+                "properties": {"type": {}, "a": {**NEEDS_A, "properties": {"a": {"$ref": "#"}}}},
+            },
+            None,
+            ENDLESS,
+        ),
+        (
+            {**NEEDS_A, "additionalProperties": {"$ref": "#"}},
+            "schema.additionalProperties",
+            ENDLESS,
+        ),
         ({"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]}, "schema.anyOf.0", ENDLESS),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "schema.items", ENDLESS),
         ({"allOf": [{"$ref": "#"}], "type": "object"}, "schema.allOf.0", ENDLESS),
@@ -230,8 +325,19 @@ ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties"
             "schema.properties.a",
             ENDLESS,
         ),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, None, ENDLESS),
-        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2}, "schema.prefixItems.1", ENDLESS),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            },
+            None,
+            ENDLESS,
+        ),
+        (
+            {"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2},
+            "schema.prefixItems.1",
+            ENDLESS,
+        ),
         ({**NEEDS_A, "properties": {"a": False}}, "schema.properties.a", "false"),
         ({**NEEDS_A, "additionalProperties": False}, "schema.additionalProperties", "false"),
         ({"const": [1, {"a": 1e999}]}, "schema.const.1.a", "finite"),
@@ -247,9 +353,17 @@ ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties"
         ({"pattern": 5}, "schema.pattern", "string"),
         ({"multipleOf": -2}, "schema.multipleOf", "above 0"),
         ({"multipleOf": 0.07}, "schema.multipleOf", "fraction"),
-        ({"items": {"type": "integer", "maximum": 2**63, "multipleOf": 2}}, "schema.items", "2**53"),
+        (
+            {"items": {"type": "integer", "maximum": 2**63, "multipleOf": 2}},
+            "schema.items",
+            "2**53",
+        ),
         ({"items": {"allOf": [{"type": "integer"}, {"maximum": 2**63}]}}, "schema.items", "2**53"),
-        ({"allOf": [{"properties": {"a": INT64}}, {"type": "object", "properties": {"a": {}}}]}, "schema", "2**53"),
+        (
+            {"allOf": [{"properties": {"a": INT64}}, {"type": "object", "properties": {"a": {}}}]},
+            "schema",
+            "2**53",
+        ),
         ({"type": "integer", "minimum": 2**63, "maximum": 2**63 - 1}, "schema", "in its range"),
         ({"type": "string", "const": ODD}, "schema", "of its type"),
         ({"anyOf": [INT64], "minimum": 0}, "schema", "2**53"),
@@ -257,7 +371,9 @@ ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties"
         ({"type": "object", "minProperties": 2}, "schema.minProperties", "required"),
     ],
 )
-def test_what_cannot_be_held_to_is_refused_at_its_place(schema: Schema, place: str | None, reason: str) -> None:
+def test_what_cannot_be_held_to_is_refused_at_its_place(
+    schema: Schema, place: str | None, reason: str
+) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         json_grammar(schema)
     assert place in (None, refused.value.param)
@@ -267,15 +383,36 @@ def test_what_cannot_be_held_to_is_refused_at_its_place(schema: Schema, place: s
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
-        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}}, {"b": 1}, {"a": 1}),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}},
+            {"b": 1},
+            {"a": 1},
+        ),
         ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, None, 1),
         ({"type": "array", "items": {"$ref": "#"}}, [[], [[]]], [1]),
-        ({"type": "object", "additionalProperties": {"anyOf": [ONE_MORE, {"$ref": "#"}]}}, {}, {"a": 1}),
-        ({"anyOf": [{**NEEDS_A, "properties": {"a": {"$ref": "#"}}}, {"type": "null"}]}, {"a": {"a": None}}, {"a": 1}),
-        ({"type": "array", "items": {"type": "array", "items": {"$ref": "#/items"}, "minItems": 1}}, [], [[1]]),
+        (
+            {"type": "object", "additionalProperties": {"anyOf": [ONE_MORE, {"$ref": "#"}]}},
+            {},
+            {"a": 1},
+        ),
+        (
+            {"anyOf": [{**NEEDS_A, "properties": {"a": {"$ref": "#"}}}, {"type": "null"}]},
+            {"a": {"a": None}},
+            {"a": 1},
+        ),
+        (
+            {
+                "type": "array",
+                "items": {"type": "array", "items": {"$ref": "#/items"}, "minItems": 1},
+            },
+            [],
+            [[1]],
+        ),
     ],
 )
-def test_an_endless_part_that_is_not_needed_is_left_out(schema: Schema, good: object, bad: object) -> None:
+def test_an_endless_part_that_is_not_needed_is_left_out(
+    schema: Schema, good: object, bad: object
+) -> None:
     grammar = json_grammar(schema)
     assert takes(grammar, json.dumps(good))
     assert not takes(grammar, json.dumps(bad))

@@ -12,7 +12,14 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from manylora.engine.grammar.json_schema import json_grammar, json_object_grammar
 from manylora.engine.grammar.masks import Masks
-from manylora.engine.grammar.matcher import MAX_SLOW, PARSER_LIMITS, SLOW_S, GrammarTokens, Matcher, compiled_parser
+from manylora.engine.grammar.matcher import (
+    MAX_SLOW,
+    PARSER_LIMITS,
+    SLOW_S,
+    GrammarTokens,
+    Matcher,
+    compiled_parser,
+)
 from manylora.engine.request import GRAMMAR_DEAD_END, GRAMMAR_TOO_COMPLEX, INTERNAL
 from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from manylora.errors import InvalidRequestError
@@ -52,7 +59,9 @@ def test_a_token_that_does_not_fit_is_not_taken_and_ends_the_matcher() -> None:
         True,
     ],
 )  # fmt: skip
-def test_a_schema_that_goes_past_the_reader_of_lark_allows_what_it_allows_there(schema: object) -> None:
+def test_a_schema_that_goes_past_the_reader_of_lark_allows_what_it_allows_there(
+    schema: object,
+) -> None:
     text = json_grammar(schema)
     past = compiled_parser(TOKENS.tokenizer, text)
     through = compiled_parser(TOKENS.tokenizer, text.replace("start:", "start :"))
@@ -62,7 +71,9 @@ def test_a_schema_that_goes_past_the_reader_of_lark_allows_what_it_allows_there(
         assert mask == through.compute_bitmask()
         assert past.is_accepting() == through.is_accepting()
         bits = int.from_bytes(mask, "little")
-        allowed = [token_id for token_id in range(TOKENS.tokenizer.vocab_size) if bits >> token_id & 1]
+        allowed = [
+            token_id for token_id in range(TOKENS.tokenizer.vocab_size) if bits >> token_id & 1
+        ]
         if past.is_stopped() or not allowed:
             break
         token_id = rng.choice(allowed)
@@ -73,7 +84,10 @@ def test_a_schema_that_goes_past_the_reader_of_lark_allows_what_it_allows_there(
 
 def test_only_lark_tells_where_in_it_a_schema_is_wrong() -> None:
     wrong = '%json {"type": "string", "pattern": "["}'
-    found = [compiled_parser(TOKENS.tokenizer, text).get_error() for text in (f"start: {wrong}", f"start : {wrong}")]
+    found = [
+        compiled_parser(TOKENS.tokenizer, text).get_error()
+        for text in (f"start: {wrong}", f"start : {wrong}")
+    ]
     assert [error.startswith("at 1(") for error in found] == [False, True]
 
 
@@ -83,9 +97,8 @@ def test_a_rule_after_a_schema_is_read_as_lark() -> None:
 
 
 def test_a_long_answer_is_followed_to_its_end_and_wears_the_matcher_out() -> None:
-    schema = (
-        '{"type": "object", "properties": {"answer": {"type": "string", "maxLength": 8000}}, "required": ["answer"]}'
-    )
+    answer = '{"type": "string", "maxLength": 8000}'
+    schema = f'{{"type": "object", "properties": {{"answer": {answer}}}, "required": ["answer"]}}'
     compiled = TOKENS.compile(f"start: %json {schema}")
     matcher, other = compiled.copy(), compiled.copy()
     text = '{"answer":"' + "the quick brown fox " * 395 + '"}'
@@ -168,8 +181,12 @@ def test_a_panic_ends_its_own_output_alone() -> None:
 def test_what_is_slow_again_and_again_ends_and_its_neighbour_goes_on() -> None:
     slow, sound = matcher_with(busy), TOKENS.compile('start: "ab"').copy()
     masks = Masks()
-    failures = [masks.begin([(4, slow), (7, sound)]).result().failures for _ in range(MAX_SLOW // 4 + 1)]
-    assert failures == [{4: GRAMMAR_DEAD_END}] * (MAX_SLOW // 4) + [{4: GRAMMAR_TOO_COMPLEX}]  # it writes no mask
+    failures = [
+        masks.begin([(4, slow), (7, sound)]).result().failures for _ in range(MAX_SLOW // 4 + 1)
+    ]
+    assert failures == [{4: GRAMMAR_DEAD_END}] * (MAX_SLOW // 4) + [
+        {4: GRAMMAR_TOO_COMPLEX}
+    ]  # it writes no mask
     masks.close()
 
 
@@ -202,7 +219,9 @@ def test_any_json_object_can_be_followed_with_a_large_vocabulary() -> None:
     for _ in range(25):
         matcher = Matcher(parser.deep_copy(), tokenizer)
         for _ in range(150):
-            bits = np.unpackbits(np.frombuffer(matcher.parser.compute_bitmask(), np.uint8), bitorder="little")
+            bits = np.unpackbits(
+                np.frombuffer(matcher.parser.compute_bitmask(), np.uint8), bitorder="little"
+            )
             assert matcher.error() is None
             allowed = np.flatnonzero(bits[: Marks.eos_token_id])
             if not len(allowed):
@@ -223,7 +242,9 @@ def test_what_is_no_grammar_is_refused() -> None:
     assert refused.value.code == "grammar_too_complex"
 
 
-def test_a_model_without_an_end_or_with_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_an_end_or_with_another_kind_of_tokenizer_is_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(InvalidRequestError, match="end-of-sequence") as refused:
         GrammarTokens(make_tokenizer(tmp_path), []).compile('start: "a"')
     assert refused.value.code == "grammar_unsupported"

@@ -43,7 +43,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 7, "head_dim": 24}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tied": True}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-sharded": ("qwen3", {"tied": True, "sharded": True}),
 }
@@ -71,11 +74,15 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> MakeVariant:
 def test_logits_equal_transformers(name: str, variant: MakeVariant) -> None:
     tokens = prompt(41)
     folder = variant(name)
-    assert_same(StepDriver(folder).logits_alone(tokens), reference_logits(load_reference(folder), tokens))
+    assert_same(
+        StepDriver(folder).logits_alone(tokens), reference_logits(load_reference(folder), tokens)
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "llama-tied-sharded"])
-def test_a_head_beside_a_tied_embedding_is_used_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_a_head_beside_a_tied_embedding_is_used_as_transformers_does(
+    name: str, tmp_path: Path
+) -> None:
     architecture, fields = VARIANTS[name]
     tokens, folder = prompt(17), make_model(tmp_path, architecture, **fields)
     tied = StepDriver(folder).logits_alone(tokens)
@@ -99,7 +106,9 @@ def test_an_adapter_on_a_base_with_an_unusual_head_does_what_peft_does(
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "llama-tied-sharded"])
-def test_a_tied_head_without_the_embedding_is_both_as_transformers_has_it(name: str, tmp_path: Path) -> None:
+def test_a_tied_head_without_the_embedding_is_both_as_transformers_has_it(
+    name: str, tmp_path: Path
+) -> None:
     architecture, fields = VARIANTS[name]
     tokens, folder = prompt(17), make_model(tmp_path, architecture, **fields)
     tied = StepDriver(folder).logits_alone(tokens)
@@ -111,7 +120,9 @@ def test_a_tied_head_without_the_embedding_is_both_as_transformers_has_it(name: 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 16, 17])
-def test_a_prompt_in_chunks_equals_the_whole_prompt(name: str, chunk_tokens: int, variant: MakeVariant) -> None:
+def test_a_prompt_in_chunks_equals_the_whole_prompt(
+    name: str, chunk_tokens: int, variant: MakeVariant
+) -> None:
     tokens = prompt(41, seed=1)
     driver = StepDriver(variant(name))
     whole = driver.logits_alone(tokens)

@@ -21,10 +21,16 @@ def test_the_setting_wins() -> None:
     assert choose_threads(3, 2 << 20) == 3
 
 
-def test_a_core_is_idle_where_steps_have_fewer_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.engine.model.device.usable_cores", lambda: torch.get_num_threads())
+def test_a_core_is_idle_where_steps_have_fewer_threads_than_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "manylora.engine.model.device.usable_cores", lambda: torch.get_num_threads()
+    )
     assert not has_idle_core()
-    monkeypatch.setattr("manylora.engine.model.device.usable_cores", lambda: torch.get_num_threads() + 1)
+    monkeypatch.setattr(
+        "manylora.engine.model.device.usable_cores", lambda: torch.get_num_threads() + 1
+    )
     assert has_idle_core()
 
 
@@ -49,7 +55,9 @@ PAGES_OF_A_ROUND = 40_000_000 // resource.getpagesize()
 
 
 def test_memory_that_was_freed_is_not_fetched_from_the_system_again() -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     is_kept, faults = map(int, done.stdout.split())
     if not is_kept:
         pytest.skip("a setting of newer glibc")
@@ -77,7 +85,9 @@ print(before, freed, resident_bytes())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc only")
 def test_what_loading_freed_between_what_it_keeps_is_given_back() -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", FRAGMENTS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FRAGMENTS], capture_output=True, text=True, check=True
+    )
     before, freed, after = map(int, done.stdout.split())
     assert freed - before > 60e6, "the heap holds what was freed"
     assert after - before < 20e6

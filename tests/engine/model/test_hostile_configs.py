@@ -27,7 +27,9 @@ def test_no_value_of_a_config_raises_anything_but_one_line(tmp_path: Path) -> No
     assert len(results) > 2000
     told = [(place, value, problem) for place, value, problem, _ in results if problem is not None]
     assert [each for each in told if each[2].startswith("RAISED")] == []
-    assert [each for each in told if "\n" in each[2] or "\x1b" in each[2] or len(each[2]) > 1000] == []
+    assert [
+        each for each in told if "\n" in each[2] or "\x1b" in each[2] or len(each[2]) > 1000
+    ] == []
     assert [result for result in results if result[3] > MOST_CPU_S] == []
 
 
@@ -38,10 +40,16 @@ def test_no_value_of_a_config_raises_anything_but_one_line(tmp_path: Path) -> No
         ("rope_parameters.factor", {"rope_parameters": {"rope_type": "yarn", "factor": 1e308}}),
         ("rope_parameters.factor", {"rope_parameters": {"rope_type": "yarn", "factor": 1e9}}),
         ("rope_parameters.rope_theta", {"rope_parameters": {"rope_theta": 1}}),
-        ("rope_parameters.beta_fast", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e-320}}),
+        (
+            "rope_parameters.beta_fast",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e-320}},
+        ),
         ("rms_norm_eps", {"rms_norm_eps": 10**400}),
         ("vocab_size", {"vocab_size": 2**63}),
-        ("quantization_config.bits", {"quantization_config": {"quant_method": "gptq", "bits": 4.0, "group_size": 8}}),
+        (
+            "quantization_config.bits",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4.0, "group_size": 8}},
+        ),
     ],
 )
 def test_the_key_is_named(key: str, fields: dict[str, Any]) -> None:
@@ -54,7 +62,9 @@ def test_the_key_is_named(key: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("value", ["5", [[5]], {"a": 1}, -1, 2**40, True, 1.5])
 def test_ends_of_text_are_token_ids(tmp_path: Path, value: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ConfigError, match=r"^eos_token_id: expected token ids in .*generation_config\.json, got "):
+    with pytest.raises(
+        ConfigError, match=r"^eos_token_id: expected token ids in .*generation_config\.json, got "
+    ):
         read_eos_token_ids(tmp_path)
 
 

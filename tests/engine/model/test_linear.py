@@ -132,7 +132,9 @@ def test_layers_of_8_bits_take_activations_of_any_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_head_rounds_its_weights_and_hardly_its_input(weights: WeightFormat, dtype: torch.dtype) -> None:
+def test_a_head_rounds_its_weights_and_hardly_its_input(
+    weights: WeightFormat, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(200, 96), torch.randn(9, 96)
     x[:, 7] *= 100  # an input in 8 bits would round all else to a few steps

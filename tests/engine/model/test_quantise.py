@@ -36,7 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_errors_are_those_of_the_weights_that_are_served(target: TargetFormat, model: Path, tmp_path: Path) -> None:
+def test_the_errors_are_those_of_the_weights_that_are_served(
+    target: TargetFormat, model: Path, tmp_path: Path
+) -> None:
     errors = quantise(model, tmp_path / "out", target)
     given, served = load_file(model / WEIGHTS), served_weights(tmp_path / "out")
 
@@ -56,7 +58,10 @@ def served_weights(folder: Path) -> dict[str, torch.Tensor]:
         stem, _, part = name.rpartition(".")
         if part == "weight_minimum":
             levels = three_half.unpack(tensors[f"{stem}.weight_packed"]).float()
-            values = levels * tensors[f"{stem}.weight_step"].float()[..., None] + tensors[name].float()[..., None]
+            values = (
+                levels * tensors[f"{stem}.weight_step"].float()[..., None]
+                + tensors[name].float()[..., None]
+            )
             width = 112 if "down" in stem else 64
             found[f"{stem}.weight"] = values.flatten(1)[:, :width]
         elif part == "weight_shape":
@@ -69,29 +74,41 @@ def served_weights(folder: Path) -> dict[str, torch.Tensor]:
 def unpacked(tensors: dict[str, torch.Tensor], stem: str) -> torch.Tensor:
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-    shape, scale = torch.Size(tensors[f"{stem}.weight_shape"].tolist()), tensors[f"{stem}.weight_scale"]
+    shape, scale = (
+        torch.Size(tensors[f"{stem}.weight_shape"].tolist()),
+        tensors[f"{stem}.weight_scale"],
+    )
     zero_shape = torch.Size((shape[0], scale.shape[1]))
     q = unpack_from_int32(tensors[f"{stem}.weight_packed"], 4, shape)
     zero = unpack_from_int32(tensors[f"{stem}.weight_zero_point"], 4, zero_shape, packed_dim=0)
     size = shape[1] // scale.shape[1]
-    weight: torch.Tensor = (q - zero.repeat_interleave(size, 1)).float() * scale.repeat_interleave(size, 1)
+    weight: torch.Tensor = (q - zero.repeat_interleave(size, 1)).float() * scale.repeat_interleave(
+        size, 1
+    )
     return weight
 
 
 @pytest.mark.parametrize("target", ["int8", "int4"])
-def test_transformers_reads_what_is_written(target: TargetFormat, model: Path, tmp_path: Path) -> None:
+def test_transformers_reads_what_is_written(
+    target: TargetFormat, model: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     quantise(model, tmp_path / "out", target)
     settings = CompressedTensorsConfig(dequantize=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, attn_implementation="eager", quantization_config=settings
+        tmp_path / "out",
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=settings,
     )
     expected = reference_logits(loaded, TOKENS)
     given = reference_logits(load_reference(model), TOKENS)
 
-    torch.testing.assert_close(StepDriver(tmp_path / "out").logits_alone(TOKENS), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        StepDriver(tmp_path / "out").logits_alone(TOKENS), expected, rtol=1e-3, atol=1e-3
+    )
     assert (expected - given).abs().max() > 0.01
 
 
@@ -109,10 +126,14 @@ def test_what_is_written_says_how_it_is_stored_and_takes_adapters(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_model_in_shards_and_16_bits_is_written_as_such(target: TargetFormat, tmp_path: Path) -> None:
+def test_a_model_in_shards_and_16_bits_is_written_as_such(
+    target: TargetFormat, tmp_path: Path
+) -> None:
     source = make_model(tmp_path / "source", "llama", sharded=True, dtype=torch.bfloat16)
     quantise(source, tmp_path / "out", target)
-    assert [path.name for path in weight_files(tmp_path / "out")] == [path.name for path in weight_files(source)]
+    assert [path.name for path in weight_files(tmp_path / "out")] == [
+        path.name for path in weight_files(source)
+    ]
     load_decoder(tmp_path / "out", read_spec(tmp_path / "out"), torch.float32, torch.device("cpu"))
 
 
@@ -146,7 +167,9 @@ def test_nothing_is_left_of_a_model_with_damaged_values(model: Path, tmp_path: P
     tensors = load_file(model / WEIGHTS)
     tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = torch.nan
     save_file(tensors, tmp_path / "source" / WEIGHTS)
-    with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.down_proj\.weight has values that are infinite or NaN"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.2\.mlp\.down_proj\.weight has values that are infinite or NaN"
+    ):
         quantise(tmp_path / "source", tmp_path / "out" / "deep", "int4")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -157,7 +180,8 @@ def test_a_model_that_is_not_whole_is_refused(model: Path, tmp_path: Path) -> No
     tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(64, 111)
     save_file(tensors, tmp_path / "source" / WEIGHTS)
     with pytest.raises(
-        ConfigError, match=r"layers\.2\.mlp\.down_proj\.weight must be a float tensor of shape \[64, 112\]"
+        ConfigError,
+        match=r"layers\.2\.mlp\.down_proj\.weight must be a float tensor of shape \[64, 112\]",
     ):
         quantise(tmp_path / "source", tmp_path / "out", "int8")
 
@@ -179,16 +203,25 @@ def test_a_disk_that_is_full_is_told(model: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_gguf_file_is_refused_whatever_it_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_refused_whatever_it_holds(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for kind in (GGMLQuantizationType.F16, GGMLQuantizationType.F32):
         path = tmp_path / f"{kind.name}.gguf"
         write_gguf(model, path, {"": kind})
-        with pytest.raises(ConfigError, match="reads safetensors only; take the model's Hugging Face folder"):
+        with pytest.raises(
+            ConfigError, match="reads safetensors only; take the model's Hugging Face folder"
+        ):
             quantise(resolve_model(str(path)), tmp_path / "out", "int8")
 
 
 def test_the_config_keeps_what_it_said(model: Path, tmp_path: Path) -> None:
     quantise(model, tmp_path / "out", "q3.5")
-    given, written = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "out"))
-    assert written == {**given, "quantization_config": {"quant_method": "manylora", "format": "q3.5"}}
+    given, written = (
+        json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "out")
+    )
+    assert written == {
+        **given,
+        "quantization_config": {"quant_method": "manylora", "format": "q3.5"},
+    }

@@ -79,7 +79,10 @@ def test_both_spellings_of_the_rotary_embedding_are_read() -> None:
 
 
 def test_yarn_reaches_as_far_as_its_factor_says() -> None:
-    config = {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}
+    config = {
+        **LLAMA,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    }
     assert decoder_spec(config).max_positions == 2048
 
 
@@ -103,8 +106,14 @@ def test_yarn_reaches_as_far_as_its_factor_says() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "rope_parameters.mrope_section"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters.full_attention"),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}},
+            "rope_parameters.mrope_section",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "rope_parameters.full_attention",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], key: str) -> None:
@@ -115,7 +124,13 @@ def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], key: str
 
 
 def test_keys_that_are_switched_off_or_without_effect_pass() -> None:
-    extra = {"use_mrope": False, "logit_scale": None, "unsloth_version": "1", "_name_or_path": "x", "pretraining_tp": 2}
+    extra = {
+        "use_mrope": False,
+        "logit_scale": None,
+        "unsloth_version": "1",
+        "_name_or_path": "x",
+        "pretraining_tp": 2,
+    }
     assert decoder_spec({**LLAMA, **extra}) == decoder_spec(LLAMA)
 
 
@@ -124,11 +139,21 @@ def test_keys_that_are_switched_off_or_without_effect_pass() -> None:
     [
         (MISTRAL, {"attention_bias": True}, "attention_bias"),
         (QWEN2, {"attention_bias": True}, "attention_bias"),
-        (QWEN2, {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "layer_types"),
-        (QWEN2, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        (
+            QWEN2,
+            {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+            "layer_types",
+        ),
+        (
+            QWEN2,
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types",
+        ),
     ],
 )
-def test_what_an_architecture_lacks_is_refused(config: dict[str, Any], changes: dict[str, Any], key: str) -> None:
+def test_what_an_architecture_lacks_is_refused(
+    config: dict[str, Any], changes: dict[str, Any], key: str
+) -> None:
     with pytest.raises(ConfigError, match=key):
         decoder_spec({**config, **changes})
 
@@ -146,7 +171,16 @@ def test_the_shape_for_adapters_has_every_module_with_its_sizes() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "[]", "{", "[" * 100_000, '"' + "x" * (1 << 20) + '"', '{"a": 1, "a": 1}', "\ufeff{}", "{}x"),
+        *(
+            "",
+            "[]",
+            "{",
+            "[" * 100_000,
+            '"' + "x" * (1 << 20) + '"',
+            '{"a": 1, "a": 1}',
+            "\ufeff{}",
+            "{}x",
+        ),
         *(json.dumps({**LLAMA, "rms_norm_eps": value}) for value in (math.nan, math.inf, "\ud800")),
         json.dumps(LLAMA).replace("1e-05", "1e999"),
     ],

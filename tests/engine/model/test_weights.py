@@ -63,9 +63,12 @@ def _logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied"), [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", True)]
+    ("architecture", "tied"),
+    [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", True)],
 )
-def test_the_parameters_are_those_of_the_files(architecture: str, tied: bool, tmp_path: Path) -> None:
+def test_the_parameters_are_those_of_the_files(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
     folder = make_model(tmp_path, architecture, tied=tied)
     tensors = load_file(folder / "model.safetensors")
     spec = read_spec(folder)
@@ -81,10 +84,22 @@ def test_shards_are_found_by_the_index(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
-        (lambda t: t.update({Q_BIAS: torch.zeros(64)}), r"does not: model\.layers\.0\.self_attn\.q_proj\.bias"),
-        (lambda t: t.update({NORM: torch.zeros(63)}), r"model\.norm\.weight must be .*\[64\], got F32 \[63\]"),
-        (lambda t: t.update({NORM: torch.zeros(64, dtype=torch.int32)}), r"model\.norm\.weight must be a float tensor"),
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"lacks model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            lambda t: t.update({Q_BIAS: torch.zeros(64)}),
+            r"does not: model\.layers\.0\.self_attn\.q_proj\.bias",
+        ),
+        (
+            lambda t: t.update({NORM: torch.zeros(63)}),
+            r"model\.norm\.weight must be .*\[64\], got F32 \[63\]",
+        ),
+        (
+            lambda t: t.update({NORM: torch.zeros(64, dtype=torch.int32)}),
+            r"model\.norm\.weight must be a float tensor",
+        ),
     ],
     ids=["missing", "unexpected", "wrong shape", "whole numbers"],
 )
@@ -95,7 +110,9 @@ def test_a_tensor_that_does_not_fit_is_named(
         _load(changed(edit))
 
 
-def test_leftovers_of_older_checkpoints_are_harmless(model: Path, changed: Callable[..., Path]) -> None:
+def test_leftovers_of_older_checkpoints_are_harmless(
+    model: Path, changed: Callable[..., Path]
+) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     folder = changed(lambda tensors: tensors.update({name: torch.zeros(8)}))
     assert torch.equal(_logits(folder), _logits(model))
@@ -105,7 +122,10 @@ def test_an_equal_copy_of_the_embedding_is_no_head_of_its_own(tmp_path: Path) ->
     folder = make_model(tmp_path, "qwen2", tied=True)
     expected = _logits(folder)
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        folder / "model.safetensors",
+    )
     assert read_spec(folder).is_tied
     assert expected.any()
     assert torch.equal(_logits(folder), expected)
@@ -120,12 +140,16 @@ def test_a_head_in_the_files_outranks_the_config(
     assert not spec.is_tied
     assert "tie_word_embeddings" in caplog.text
     assert spec.num_parameters == sum(
-        tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values()
+        tensor.numel()
+        for file in folder.glob("*.safetensors")
+        for tensor in load_file(file).values()
     )
     tied = replace(spec, is_tied=True)
     own_bytes = 320 * 64 * 4
     for on_cpu in (False, True):
-        more = model_bytes(spec, "bf16", 4, on_cpu=on_cpu) - model_bytes(tied, "bf16", 4, on_cpu=on_cpu)
+        more = model_bytes(spec, "bf16", 4, on_cpu=on_cpu) - model_bytes(
+            tied, "bf16", 4, on_cpu=on_cpu
+        )
         assert more == (0 if on_cpu else own_bytes)
 
 
@@ -138,7 +162,9 @@ def test_an_index_tells_of_a_head_where_the_weights_are_not_there(tmp_path: Path
     assert read_spec(folder).is_tied
 
 
-@pytest.mark.parametrize("offsets", [[10**9, 2**70], [-9, -1], [0.5, 5.5], [4, 0], [0], ["0", "8"], None])
+@pytest.mark.parametrize(
+    "offsets", [[10**9, 2**70], [-9, -1], [0.5, 5.5], [4, 0], [0], ["0", "8"], None]
+)
 def test_a_tensor_outside_its_file_is_one_line(tmp_path: Path, offsets: object) -> None:
     folder = make_model(tmp_path, "qwen2", tied=True)
     path = folder / "model.safetensors"
@@ -229,7 +255,9 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(path: str) -> None:
         resolve_model(path)
 
 
-def test_a_hub_id_is_downloaded_without_code_and_duplicates(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_downloaded_without_code_and_duplicates(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, object] = {}
 
     def download(repo_id: str, **patterns: object) -> str:
@@ -239,7 +267,9 @@ def test_a_hub_id_is_downloaded_without_code_and_duplicates(model: Path, monkeyp
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("some-org/Some-Model_1.5") == model
     assert asked["repo_id"] == "some-org/Some-Model_1.5"
-    assert not any(str(pattern).endswith((".py", ".bin", "*")) for pattern in asked["allow_patterns"])  # type: ignore[attr-defined]
+    assert not any(
+        str(pattern).endswith((".py", ".bin", "*")) for pattern in asked["allow_patterns"]
+    )  # type: ignore[attr-defined]
     assert "consolidated*" in asked["ignore_patterns"]  # type: ignore[operator]
 
 
@@ -248,5 +278,7 @@ def test_a_hub_that_does_not_deliver_is_told(monkeypatch: pytest.MonkeyPatch) ->
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ConfigError, match=r"'org/model', and the Hugging Face hub did not deliver it"):
+    with pytest.raises(
+        ConfigError, match=r"'org/model', and the Hugging Face hub did not deliver it"
+    ):
         resolve_model("org/model")

@@ -18,7 +18,9 @@ from manylora.engine.text.tokenizer import Tokenizer
 @pytest.fixture(scope="package")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return Config(
-        model=ModelConfig(path=str(DEMO / "manylora-demo"), device="cpu", dtype="float32", threads=1),
+        model=ModelConfig(
+            path=str(DEMO / "manylora-demo"), device="cpu", dtype="float32", threads=1
+        ),
         memory=MemoryConfig(gib=0.05, host_gib=0.05),
         scheduler=SchedulerConfig(max_running=8, step_tokens=64),
         registry=RegistryConfig(blob_url=str(tmp_path_factory.mktemp("blobs"))),
@@ -42,7 +44,9 @@ def refs(config: Config) -> dict[str, AdapterRef]:
     for name in ADAPTERS:
         source = DEMO / "adapters" / name
         weights = source / "adapter_model.safetensors"
-        spec = read_checkpoint((source / "adapter_config.json").read_bytes(), weights, None, 64).spec
+        spec = read_checkpoint(
+            (source / "adapter_config.json").read_bytes(), weights, None, 64
+        ).spec
         found[name] = adapter_ref(name, spec, store_blob(blobs, weights.read_bytes()))
     return found
 

@@ -30,22 +30,39 @@ pytestmark = pytest.mark.slow
 def test_progress_and_the_memory_plan_are_announced(engine: Engine, config: Config) -> None:
     assert engine.lines[0] == f"manylora: loading model {config.model.path} ..."
     assert "pages" in engine.lines[1]
-    assert (engine.ready.device, engine.ready.dtype, engine.ready.vocab_size) == ("cpu", "float32", 640)
+    assert (engine.ready.device, engine.ready.dtype, engine.ready.vocab_size) == (
+        "cpu",
+        "float32",
+        640,
+    )
 
 
-def test_adapters_are_mixed_in_one_batch(engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]) -> None:
+def test_adapters_are_mixed_in_one_batch(
+    engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]
+) -> None:
     client = engine.client
-    requests = [question("base", prompt), *(question(name, prompt, refs[name]) for name in ADAPTERS)]
+    requests = [
+        question("base", prompt),
+        *(question(name, prompt, refs[name]) for name in ADAPTERS),
+    ]
 
     async def main() -> None:
         together = await asyncio.gather(*(collect(client, request) for request in requests))
-        alone = [await collect(client, replace(request, request_id=f"{request.request_id}-2")) for request in requests]
-        assert [tokens_of(outputs) for outputs in together] == [tokens_of(outputs) for outputs in alone]
+        alone = [
+            await collect(client, replace(request, request_id=f"{request.request_id}-2"))
+            for request in requests
+        ]
+        assert [tokens_of(outputs) for outputs in together] == [
+            tokens_of(outputs) for outputs in alone
+        ]
         assert len({tuple(tokens_of(outputs)) for outputs in together}) == len(requests)
         assert [outputs[0].adapter_state for outputs in together] == ["base", *["stored"] * 5]
         assert [outputs[0].adapter_state for outputs in alone] == ["base", *["device"] * 5]
         # Loads come one after the other, so the first may have ended before the last; resident and long, all meet.
-        long = [replace(r, request_id=f"{r.request_id}-3", params=endless("", prompt).params) for r in requests]
+        long = [
+            replace(r, request_id=f"{r.request_id}-3", params=endless("", prompt).params)
+            for r in requests
+        ]
         await asyncio.gather(*(collect(client, request) for request in long))
         status = await client.status()
         assert sum(status.pages.values()) == engine.ready.memory.num_pages
@@ -69,7 +86,9 @@ def test_outputs_of_a_few_requests_are_passed_on_in_a_round_of_the_loop(
 
     async def read(name: str) -> list[int]:
         outputs: list[RequestOutput] = []
-        async for output in engine.client.generate(question(name, prompt, max_tokens=100, ignore_eos=True)):
+        async for output in engine.client.generate(
+            question(name, prompt, max_tokens=100, ignore_eos=True)
+        ):
             if outputs:  # first tokens are passed on at once
                 came[round_index].add(name)
             outputs.append(output)
@@ -96,19 +115,27 @@ def test_closing_the_iterator_gives_the_pages_back(engine: Engine, prompt: list[
     engine.run(main())
 
 
-def test_the_output_after_an_abort_tells_what_was_computed(engine: Engine, prompt: list[int]) -> None:
+def test_the_output_after_an_abort_tells_what_was_computed(
+    engine: Engine, prompt: list[int]
+) -> None:
     async def main() -> None:
         outputs: list[RequestOutput] = []
         async for output in engine.client.generate(endless("cut", prompt)):
             outputs.append(output)
             if len(outputs) == 3:
                 engine.client.abort("cut")
-        assert (outputs[-1].finish_reason, outputs[-1].computed_prompt_tokens) == ("abort", len(prompt))
+        assert (outputs[-1].finish_reason, outputs[-1].computed_prompt_tokens) == (
+            "abort",
+            len(prompt),
+        )
         reading = asyncio.create_task(collect(engine.client, endless("at once", prompt)))
         await asyncio.sleep(0)
         engine.client.abort("at once")
         *tokens, last = await reading  # it may be met in the queue, or after its first step
-        assert (last.finish_reason, last.computed_prompt_tokens) == ("abort", len(prompt) if tokens else 0)
+        assert (last.finish_reason, last.computed_prompt_tokens) == (
+            "abort",
+            len(prompt) if tokens else 0,
+        )
         for name in ("cut", "never heard of"):
             engine.client.abort(name)
 
@@ -148,7 +175,9 @@ def test_the_client_knows_whose_weights_are_in_use(
     engine.run(main())
 
 
-def test_a_first_token_is_passed_on_before_others_that_have_piled_up(engine: Engine, prompt: list[int]) -> None:
+def test_a_first_token_is_passed_on_before_others_that_have_piled_up(
+    engine: Engine, prompt: list[int]
+) -> None:
     client, heard = engine.client, []
     begun = {"old": asyncio.Event(), "new": asyncio.Event()}
 

@@ -23,7 +23,9 @@ from manylora.errors import ConfigError
 from manylora.memory.page_map import PageMap, PageUse
 from simulation.driven import adapter, request
 
-LOGPROBS = TokenLogprobs(token_id=3, logprob=-0.5, rank=1, top_ids=[3, 4], top_logprobs=[-0.5, -1.5])
+LOGPROBS = TokenLogprobs(
+    token_id=3, logprob=-0.5, rank=1, top_ids=[3, 4], top_logprobs=[-0.5, -1.5]
+)
 OUTPUT = RequestOutput(
     request_id="x",
     token_ids=[3],
@@ -40,10 +42,18 @@ STATUS = EngineStatus(
     running=1,
     waiting=2,
     residents=[ResidentAdapter(digest="d", tier="device", pages=3, running=1)],
-    last_steps=[StepStats(step=1, seconds=0.1, requests=1, tokens=2, prefill_tokens=2, adapters=1, base_requests=0)],
+    last_steps=[
+        StepStats(
+            step=1, seconds=0.1, requests=1, tokens=2, prefill_tokens=2, adapters=1, base_requests=0
+        )
+    ],
     load_p95_s={"host>device": 0.25},
     tenants={"": TenantLoad(running=1, waiting=2, reasons={"NEW": 2})},
-    page_map=PageMap(pages_per_cell=2, uses=[PageUse(kind="kv", owner=3), PageUse(kind="free")], runs=[(4, 0), (1, 1)]),
+    page_map=PageMap(
+        pages_per_cell=2,
+        uses=[PageUse(kind="kv", owner=3), PageUse(kind="free")],
+        runs=[(4, 0), (1, 1)],
+    ),
     batches=StepBatches(adapters=["d"], steps=[[1, 0, 1, 0]]),
 )
 
@@ -51,7 +61,9 @@ STATUS = EngineStatus(
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Submit(request("x", ref=adapter("a"), logit_bias={3: -1.5}, stop=("a", "b"), seed=-(1 << 63))),
+        messages.Submit(
+            request("x", ref=adapter("a"), logit_bias={3: -1.5}, stop=("a", "b"), seed=-(1 << 63))
+        ),
         messages.Abort("x"),
         messages.DropAdapter("d"),
         messages.PinAdapter(adapter("a"), True),
@@ -70,7 +82,12 @@ def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) ->
         messages.Outputs([OUTPUT, RequestOutput(request_id="y")]),
         messages.Status(7, STATUS),
         messages.Load(
-            EngineLoad(boot_id="b", seq=2, rate=3.5, tenants={"t": TenantLoad(waiting=1, reasons={"NEW": 1})})
+            EngineLoad(
+                boot_id="b",
+                seq=2,
+                rate=3.5,
+                tenants={"t": TenantLoad(waiting=1, reasons={"NEW": 1})},
+            )
         ),
         messages.Ready(demo_ready(), "plan"),
         messages.StartFailed("no", "config_invalid", True, "model.path"),
@@ -104,7 +121,9 @@ def test_a_message_beyond_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_launch_line_carries_all_settings() -> None:
-    config = Config(model=ModelConfig(path="/some where"), server=ServerConfig(data_dir=Path("/data")))
+    config = Config(
+        model=ModelConfig(path="/some where"), server=ServerConfig(data_dir=Path("/data"))
+    )
     line = messages.encode_launch(messages.Launch(config, "ipc:///tmp/x", 5))
     assert line.count(b"\n") == 1
     assert messages.decode_launch(line) == messages.Launch(config, "ipc:///tmp/x", 5)

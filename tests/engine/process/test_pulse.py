@@ -32,7 +32,9 @@ def test_a_process_that_does_nothing_at_all_has_stopped(state: str) -> None:
 @pytest.mark.parametrize("state", ["S", "R", "D"])
 def test_a_step_that_does_not_end_takes_a_minute_to_notice(state: str) -> None:
     """Whether the interpreter is free meanwhile, as while a GPU computes, or not."""
-    beating = (replace(LIVING, beats=number, cpu_ticks=40 * number, state=state) for number in count(2))
+    beating = (
+        replace(LIVING, beats=number, cpu_ticks=40 * number, state=state) for number in count(2)
+    )
     busy = (replace(LIVING, cpu_ticks=40 * number, state=state) for number in count(2))
     for signs in (beating, busy):
         assert looks_until_problem(signs) == (STUCK_S / LOOK_S, "did not end a step for 60 s")
@@ -44,12 +46,18 @@ def test_a_process_that_waits_for_a_disk_is_only_slow() -> None:
 
 
 def test_a_process_that_others_keep_from_every_core_is_not_to_blame() -> None:
-    assert looks_until_problem(replace(LIVING, cpu_ticks=number, state="R") for number in count(2)) is None
+    assert (
+        looks_until_problem(replace(LIVING, cpu_ticks=number, state="R") for number in count(2))
+        is None
+    )
 
 
 def test_long_steps_between_which_the_loop_turns_are_no_problem() -> None:
     looks = int(STUCK_S / LOOK_S) - 1
-    assert looks_until_problem(replace(LIVING, beats=n, turns=2 + n // looks) for n in count(2)) is None
+    assert (
+        looks_until_problem(replace(LIVING, beats=n, turns=2 + n // looks) for n in count(2))
+        is None
+    )
 
 
 def test_nothing_is_wrong_with_an_engine_in_a_debugger() -> None:

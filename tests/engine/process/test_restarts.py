@@ -81,7 +81,12 @@ def test_what_comes_while_others_are_passed_on_waits_for_no_further_message(
     engine: Engine, config: Config, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def both(token_id: int, **fields: Any) -> Outputs:
-        return Outputs(outputs=[RequestOutput(request_id=name, token_ids=[token_id], **fields) for name in ("a", "b")])
+        return Outputs(
+            outputs=[
+                RequestOutput(request_id=name, token_ids=[token_id], **fields)
+                for name in ("a", "b")
+            ]
+        )
 
     script = [[both(1, queue_s=0.0)], [both(2), None, both(3, finish_reason="length")]]
     monkeypatch.setattr(client_module, "REQUESTS_A_ROUND", 1)
@@ -122,7 +127,9 @@ class MortalConnection(ScriptedConnection):
         """There is no process."""
 
 
-def live(engine: Engine, answers: list[EngineReady], monkeypatch: pytest.MonkeyPatch) -> tuple[EngineClient, list[str]]:
+def live(
+    engine: Engine, answers: list[EngineReady], monkeypatch: pytest.MonkeyPatch
+) -> tuple[EngineClient, list[str]]:
     """A client with engines that say `answers`, each 100 s later, and its lines of progress; returns at the last."""
     monkeypatch.setattr(MortalConnection, "answers", answers, raising=False)
     monkeypatch.setattr(MortalConnection, "started", [], raising=False)
@@ -157,8 +164,12 @@ def test_an_engine_is_started_again_on_the_device_and_with_the_formats_and_model
     assert models == [("auto", "auto", "auto"), *[(kind, "bfloat16", "int8")] * 2]
 
 
-def test_engines_that_die_after_a_long_life_are_no_crash_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, lines = live(engine, [engine.ready] * 4 + [replace(engine.ready, boot_id="last")], monkeypatch)
+def test_engines_that_die_after_a_long_life_are_no_crash_loop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, lines = live(
+        engine, [engine.ready] * 4 + [replace(engine.ready, boot_id="last")], monkeypatch
+    )
     assert client.restarts == 4
     assert not any("stopped" in line and "times" in line for line in lines)
 
@@ -182,7 +193,10 @@ def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
     client = EngineClient(Config(model=ModelConfig(path="m")), announce=lines.append)
 
     async def is_broken() -> bool:
-        return any("stopped 3 times or more, each time before it was ready for 60 s" in line for line in lines)
+        return any(
+            "stopped 3 times or more, each time before it was ready for 60 s" in line
+            for line in lines
+        )
 
     async def main() -> None:
         await client.start()
@@ -210,7 +224,9 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
         os.kill(pid or 0, signal.SIGKILL)
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end) for end in ends] == [EngineUnavailableError] * 10
-        assert {end.code for end in ends if isinstance(end, EngineUnavailableError)} == {"engine_restarted"}
+        assert {end.code for end in ends if isinstance(end, EngineUnavailableError)} == {
+            "engine_restarted"
+        }
         assert client.ready is None
         with pytest.raises(EngineUnavailableError):
             await client.status()
@@ -226,7 +242,9 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
     engine.run(main())
 
 
-def test_a_paused_engine_that_is_killed_is_paused_when_it_is_back(engine: Engine, prompt: list[int]) -> None:
+def test_a_paused_engine_that_is_killed_is_paused_when_it_is_back(
+    engine: Engine, prompt: list[int]
+) -> None:
     client = engine.client
 
     async def main() -> None:
@@ -316,14 +334,24 @@ def test_a_stopped_engine_is_replaced_and_nobody_waits_for_ever(
         await eventually(lambda: is_ready(client))
         before = await collect(client, question("before a stop", prompt))
         stopped, restarts = client.pid or 0, client.restarts
-        tasks = [asyncio.create_task(collect(client, endless(f"stopped{i}", prompt))) for i in range(3)]
+        tasks = [
+            asyncio.create_task(collect(client, endless(f"stopped{i}", prompt))) for i in range(3)
+        ]
         os.kill(stopped, signal.SIGSTOP)
         ends = await asyncio.gather(*tasks, client.status(), return_exceptions=True)
-        assert {end.code for end in ends if isinstance(end, EngineUnavailableError)} == {"engine_restarted"}
+        assert {end.code for end in ends if isinstance(end, EngineUnavailableError)} == {
+            "engine_restarted"
+        }
         assert not any(isinstance(end, list) for end in ends)
         await eventually(lambda: is_ready(client))
-        assert (client.restarts, client.pid == stopped, is_alive(stopped)) == (restarts + 1, False, False)
-        assert tokens_of(await collect(client, question("after a stop", prompt))) == tokens_of(before)
+        assert (client.restarts, client.pid == stopped, is_alive(stopped)) == (
+            restarts + 1,
+            False,
+            False,
+        )
+        assert tokens_of(await collect(client, question("after a stop", prompt))) == tokens_of(
+            before
+        )
 
     async def is_down() -> bool:
         return client.ready is None
@@ -362,11 +390,15 @@ def test_an_engine_whose_step_does_not_end_is_replaced(
     engine.close()
 
 
-def test_an_engine_that_stops_while_it_starts_is_ended(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_stops_while_it_starts_is_ended(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
 
     def start_stopped(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        started.append(start([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"], **options))
+        started.append(
+            start([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"], **options)
+        )
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start_stopped)
@@ -374,7 +406,9 @@ def test_an_engine_that_stops_while_it_starts_is_ended(config: Config, monkeypat
 
     async def main() -> None:
         client = EngineClient(config, announce=lambda _: None)
-        with pytest.raises(EngineUnavailableError, match="gave no sign of life for 1 s while starting"):
+        with pytest.raises(
+            EngineUnavailableError, match="gave no sign of life for 1 s while starting"
+        ):
             await client.start()
 
     asyncio.run(main())
@@ -403,7 +437,9 @@ def test_closing_ends_the_process_and_those_who_wait(config: Config, prompt: lis
 def test_a_wrong_setting_is_told_by_start_and_leaves_nothing_behind(tmp_path: Path) -> None:
     async def main() -> None:
         lines: list[str] = []
-        client = EngineClient(Config(model=ModelConfig(path=str(tmp_path / "nothing"))), announce=lines.append)
+        client = EngineClient(
+            Config(model=ModelConfig(path=str(tmp_path / "nothing"))), announce=lines.append
+        )
         with pytest.raises(ConfigError, match="nothing"):
             await client.start()
         assert client.ready is None

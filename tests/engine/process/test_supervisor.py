@@ -12,7 +12,12 @@ import pytest
 from manylora.config import Config, ModelConfig
 from manylora.engine.process import messages
 from manylora.engine.process.pulse import Pulse
-from manylora.engine.process.supervisor import MAX_SOCKET_PATH, SOCKET_NAME, EngineConnection, RestartPolicy
+from manylora.engine.process.supervisor import (
+    MAX_SOCKET_PATH,
+    SOCKET_NAME,
+    EngineConnection,
+    RestartPolicy,
+)
 from manylora.engine.process.worker_process import Worker
 from manylora.errors import EngineUnavailableError
 
@@ -26,7 +31,9 @@ class Clock:
 
 @pytest.mark.parametrize("load_s", [0.0, 600.0])
 @pytest.mark.parametrize("life_s", [None, 0.0, 60.0])
-def test_the_first_restart_is_at_once_and_later_ones_take_longer(load_s: float, life_s: float | None) -> None:
+def test_the_first_restart_is_at_once_and_later_ones_take_longer(
+    load_s: float, life_s: float | None
+) -> None:
     """However long the model takes to load, and whether the engine becomes ready for a short life or not at all."""
     clock = Clock()
     policy = RestartPolicy(clock)

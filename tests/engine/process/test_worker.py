@@ -36,7 +36,9 @@ class Process:
         self._inner.connect(address)
         for each in submitted:
             self.simulator.submit(each)
-        loop = EngineLoop(self.simulator.core, MemoryBlobs(0), self._inner, self.wakeup, self.parent_gone)
+        loop = EngineLoop(
+            self.simulator.core, MemoryBlobs(0), self._inner, self.wakeup, self.parent_gone
+        )
         self.loads: list[EngineLoad] = []
         self.thread = threading.Thread(target=loop.run)
         self.thread.start()
@@ -90,7 +92,13 @@ def test_a_step_is_one_message_with_all_its_outputs(tmp_path: Path) -> None:
     finally:
         process.close()
     for each in requests:
-        tokens = [token for step in steps for o in step if o.request_id == each.request_id for token in o.token_ids]
+        tokens = [
+            token
+            for step in steps
+            for o in step
+            if o.request_id == each.request_id
+            for token in o.token_ids
+        ]
         assert tokens == expected_tokens(each, 100)
     ids = [[output.request_id for output in step] for step in steps]
     assert ids == [["a", "b"]] * 100
@@ -109,7 +117,9 @@ def test_the_engine_waits_for_a_client_that_does_not_take_its_outputs(process: P
     assert len(process.outputs_until_end_of("a")) == 50 - MAX_STEPS_AHEAD
 
 
-def test_the_load_is_told_while_there_is_work_and_once_when_there_is_none_any_more(process: Process) -> None:
+def test_the_load_is_told_while_there_is_work_and_once_when_there_is_none_any_more(
+    process: Process,
+) -> None:
     process.send(messages.Submit(request("a", max_tokens=50)))
     process.outputs_until_end_of("a")
     assert process.loads[0].tenants[""].running + process.loads[0].tenants[""].waiting == 1
@@ -220,7 +230,9 @@ def test_beside_a_gpu_loading_threads_hand_the_interpreter_over_sooner(
     monkeypatch.setattr("gc.set_threshold", Mock())
     monkeypatch.setattr("sys.setswitchinterval", set_interval)
     worker._tune_interpreter(device)
-    assert [call.args for call in set_interval.call_args_list] == ([] if interval_s is None else [(interval_s,)])
+    assert [call.args for call in set_interval.call_args_list] == (
+        [] if interval_s is None else [(interval_s,)]
+    )
 
 
 def test_a_process_whose_server_ended_before_its_launch_ends_in_silence(

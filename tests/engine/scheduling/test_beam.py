@@ -57,23 +57,31 @@ def expected(asked: GenerationRequest, stops: frozenset[int]) -> Sequences:
         candidates = [
             ([*tokens, token], total + logprob)
             for tokens, total in running
-            for token, logprob in zip(*likely_tokens(digest, asked.prompt_token_ids + tokens, num_top), strict=True)
+            for token, logprob in zip(
+                *likely_tokens(digest, asked.prompt_token_ids + tokens, num_top), strict=True
+            )
         ]
         candidates.sort(key=lambda candidate: -candidate[1])
         for tokens, total in candidates[: beam.width]:
             if tokens[-1] in stops or length == max_tokens:
                 finished.append((tokens, total / length**beam.length_penalty))
         finished = sorted(finished, key=lambda each: -each[1])[: beam.width]
-        running = [candidate for candidate in candidates if candidate[0][-1] not in stops][: beam.width]
+        running = [candidate for candidate in candidates if candidate[0][-1] not in stops][
+            : beam.width
+        ]
         if len(finished) == beam.width:
-            best_length = max_tokens if beam.early_stopping == "never" and beam.length_penalty > 0 else length
+            best_length = (
+                max_tokens if beam.early_stopping == "never" and beam.length_penalty > 0 else length
+            )
             best = running[0][1] / best_length**beam.length_penalty
             if beam.early_stopping is True or beam.width == 1 or best <= finished[-1][1]:
                 break
     return finished
 
 
-def check_search(simulator: Simulator, asked: GenerationRequest, stops: frozenset[int] = frozenset()) -> None:
+def check_search(
+    simulator: Simulator, asked: GenerationRequest, stops: frozenset[int] = frozenset()
+) -> None:
     (output,) = simulator.outputs[asked.request_id]
     assert output.error is None, output.error
     assert output.hypotheses is not None
@@ -95,8 +103,12 @@ def is_empty(simulator: Simulator) -> bool:
 @pytest.mark.parametrize("has_prefixes", [True, False])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("prompt", [1, 3, 4, 5, 8, 40])
-def test_hypotheses_are_those_of_a_search_without_pages(prompt: int, num_groups: int, has_prefixes: bool) -> None:
-    simulator = Simulator(num_pages=256, num_groups=num_groups, has_prefixes=has_prefixes, step_tokens=16)
+def test_hypotheses_are_those_of_a_search_without_pages(
+    prompt: int, num_groups: int, has_prefixes: bool
+) -> None:
+    simulator = Simulator(
+        num_pages=256, num_groups=num_groups, has_prefixes=has_prefixes, step_tokens=16
+    )
     asked = [beam_request(f"w{width}", prompt, 10, width) for width in (1, 2, 4)]
     asked += [beam_request("adapter", prompt, 10, 3, adapter("a")), request("plain", prompt, 10)]
     simulator.submit(*asked)
@@ -118,13 +130,19 @@ def test_sequences_that_end_early_follow_the_rule(
     lengths = set()
     for seed in range(6):
         simulator = Simulator(num_pages=256, eos=stops, step_tokens=16)
-        asked = beam_request(f"seed{seed}", 5, 16, 3, length_penalty=length_penalty, early_stopping=early_stopping)
+        asked = beam_request(
+            f"seed{seed}", 5, 16, 3, length_penalty=length_penalty, early_stopping=early_stopping
+        )
         simulator.submit(asked)
         simulator.run()
         check_search(simulator, asked, stops)
         (output,) = simulator.outputs[asked.request_id]
         for each in output.hypotheses or ():
-            assert (each.stop_token_id is not None) == (each.token_ids[-1] in stops) == (each.finish_reason == "stop")
+            assert (
+                (each.stop_token_id is not None)
+                == (each.token_ids[-1] in stops)
+                == (each.finish_reason == "stop")
+            )
             lengths.add(len(each.token_ids))
     assert len(lengths) > 1
 
@@ -164,7 +182,10 @@ def test_without_a_prefix_cache_forks_copy_all_pages() -> None:
     computed = sum(len(chunk.token_ids) for plan in simulator.runner.plans for chunk in plan.chunks)
     assert computed == 22 + 4 * 11
     assert max(len(plan.copies) for plan in simulator.runner.plans) >= 3 * 6
-    assert simulator.pool.counts()["free"] + simulator.pool.counts()["quarantine"] == simulator.pool.capacity
+    assert (
+        simulator.pool.counts()["free"] + simulator.pool.counts()["quarantine"]
+        == simulator.pool.capacity
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +199,9 @@ def test_without_a_prefix_cache_forks_copy_all_pages() -> None:
         (beam_request("x", 40, 100, width=4), NeverFitsError),
     ],
 )
-def test_what_cannot_be_searched_is_refused_on_arrival(asked: GenerationRequest, error: type[Exception]) -> None:
+def test_what_cannot_be_searched_is_refused_on_arrival(
+    asked: GenerationRequest, error: type[Exception]
+) -> None:
     simulator = Simulator(num_pages=64)
     with pytest.raises(error):
         simulator.submit(asked)
@@ -251,7 +274,10 @@ def test_searches_that_fill_the_pool_together_all_end() -> None:
     """Each holds pages that the others wait for."""
     for num_pages in (14, 16, 20, 26):
         simulator = Simulator(num_pages=num_pages, max_running=6, step_tokens=12, policy="fair")
-        asked = [beam_request(f"s{index}", 9, 12, 3, flow=FlowKey(tenant=f"t{index % 2}")) for index in range(5)]
+        asked = [
+            beam_request(f"s{index}", 9, 12, 3, flow=FlowKey(tenant=f"t{index % 2}"))
+            for index in range(5)
+        ]
         simulator.submit(*asked)
         simulator.run()
         for each in asked:
@@ -288,7 +314,14 @@ def test_anything_beside_anything_under_pressure(seed: int) -> None:
             penalty, stopping = rng.choice([0.0, 1.0, 2.0]), rng.choice(stoppings)
             width = rng.randint(1, 4)
             each = beam_request(
-                name, prompt, length, width, ref, flow=flow, length_penalty=penalty, early_stopping=stopping
+                name,
+                prompt,
+                length,
+                width,
+                ref,
+                flow=flow,
+                length_penalty=penalty,
+                early_stopping=stopping,
             )
         else:
             each = request(name, prompt, length, ref, flow=flow)

@@ -77,7 +77,10 @@ def engine(model: Path, data_dir: Path, request: pytest.FixtureRequest) -> Itera
 
 @pytest.fixture(scope="module")
 def refs(engine: EngineParts, adapter: Path, data_dir: Path) -> dict[str, AdapterRef | None]:
-    return {"base": None, "adapter": store_adapter(LocalBlobs(data_dir / "blobs"), adapter, engine.ready.base)}
+    return {
+        "base": None,
+        "adapter": store_adapter(LocalBlobs(data_dir / "blobs"), adapter, engine.ready.base),
+    }
 
 
 @cache
@@ -100,15 +103,24 @@ def expected(
             return_dict_in_generate=True,
             output_scores=True,
         )
-    sequences = [[token for token in row.tolist()[len(tokens) :] if token != 999_999] for row in found.sequences]
-    return list(zip(sequences, found.sequences_scores.tolist() if beam.width > 1 else [0.0], strict=True))
+    sequences = [
+        [token for token in row.tolist()[len(tokens) :] if token != 999_999]
+        for row in found.sequences
+    ]
+    return list(
+        zip(sequences, found.sequences_scores.tolist() if beam.width > 1 else [0.0], strict=True)
+    )
 
 
 def request(
     request_id: str, tokens: list[int], beam: BeamParams, stops: list[int], ref: AdapterRef | None
 ) -> GenerationRequest:
-    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, stop_token_ids=tuple(stops), logprobs=1)
-    return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, beam=beam)
+    params = SamplingParams(
+        max_tokens=MAX_TOKENS, ignore_eos=True, stop_token_ids=tuple(stops), logprobs=1
+    )
+    return GenerationRequest(
+        request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, beam=beam
+    )
 
 
 def hypotheses(engine: EngineParts, requests: list[GenerationRequest]) -> list[list[RequestOutput]]:
@@ -147,9 +159,17 @@ def test_hypotheses_and_scores_are_those_of_transformers(
 ) -> None:
     reference = references[who]
     cases = [
-        (BeamParams(width=width, length_penalty=penalty, early_stopping=early_stopping), tokens, stops)
+        (
+            BeamParams(width=width, length_penalty=penalty, early_stopping=early_stopping),
+            tokens,
+            stops,
+        )
         for tokens in PROMPTS
-        for width, penalties in ((1, (1.0,)), (2, PENALTIES[who]), (4, PENALTIES[who]))  # one beam has no scores
+        for width, penalties in (
+            (1, (1.0,)),
+            (2, PENALTIES[who]),
+            (4, PENALTIES[who]),
+        )  # one beam has no scores
         for penalty in penalties
         for stops in ([], common_tokens(reference, tokens))
     ]
@@ -163,29 +183,40 @@ def test_hypotheses_and_scores_are_those_of_transformers(
     lengths = set()
     for (beam, tokens, stops), own in zip(cases, found, strict=True):
         wanted = expected(reference, tuple(tokens), beam, tuple(stops))
-        assert [each.token_ids for each in own] == [sequence for sequence, _ in wanted], (beam, stops)
+        assert [each.token_ids for each in own] == [sequence for sequence, _ in wanted], (
+            beam,
+            stops,
+        )
         if beam.width > 1:
             scores = [score_of(each, beam) for each in own]
             assert scores == pytest.approx([score for _, score in wanted], rel=1e-4)
         for each in own:
-            assert each.stop_token_id == (each.token_ids[-1] if each.token_ids[-1] in stops else None)
+            assert each.stop_token_id == (
+                each.token_ids[-1] if each.token_ids[-1] in stops else None
+            )
             assert each.finish_reason == ("stop" if each.stop_token_id is not None else "length")
             lengths.add(len(each.token_ids))
     assert len(lengths) > 4  # some end early, some late, some never
 
 
-def test_logprobs_are_those_of_the_returned_tokens(engine: EngineParts, refs: dict[str, AdapterRef | None]) -> None:
+def test_logprobs_are_those_of_the_returned_tokens(
+    engine: EngineParts, refs: dict[str, AdapterRef | None]
+) -> None:
     beam = BeamParams(width=3, length_penalty=0.0)
     (found,) = hypotheses(engine, [request("logprobs", PROMPTS[1], beam, [], refs["adapter"])])
     for each in found:
         assert each.logprobs is not None
         assert [entry.token_id for entry in each.logprobs] == each.token_ids
         assert all(len(entry.top_ids) == 1 for entry in each.logprobs)
-        assert all((entry.rank == 1) == (entry.top_ids == [entry.token_id]) for entry in each.logprobs)
+        assert all(
+            (entry.rank == 1) == (entry.top_ids == [entry.token_id]) for entry in each.logprobs
+        )
     assert any(entry.rank > 1 for each in found for entry in each.logprobs or ())
 
 
-def test_the_models_own_end_ends_a_sequence(model: Path, references: dict[str, Any], tmp_path: Path) -> None:
+def test_the_models_own_end_ends_a_sequence(
+    model: Path, references: dict[str, Any], tmp_path: Path
+) -> None:
     stops = common_tokens(references["base"], PROMPTS[0])
     same = make_model(tmp_path / "model", "qwen2", eos_token_id=stops)
     parts = build_engine(settings(same, tmp_path / "data"))

@@ -57,13 +57,22 @@ def rows(simulator: Simulator, request_id: str) -> int:
     )
 
 
-def test_each_step_is_launched_before_the_one_before_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_is_launched_before_the_one_before_is_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = overlapped()
     recorder = Recorder(simulator, monkeypatch)
     wanted = request("x", max_tokens=3)
     simulator.submit(wanted)
     simulator.run()
-    assert recorder.events == ["launch 1", "launch 2", "collect 1", "launch 3", "collect 2", "collect 3"]
+    assert recorder.events == [
+        "launch 1",
+        "launch 2",
+        "collect 1",
+        "launch 3",
+        "collect 2",
+        "collect 3",
+    ]
     assert simulator.tokens("x") == expected_tokens(wanted, 3)
 
 
@@ -86,33 +95,47 @@ def test_a_step_whose_results_the_next_plan_needs_is_taken_in_first(
     simulator.submit(request("x", **{"max_tokens": 3, **fields}))
     simulator.run()
     steps = [int(event.split()[1]) for event in recorder.events]
-    assert recorder.events == [f"{what} {step}" for step in steps[::2] for what in ("launch", "collect")]
+    assert recorder.events == [
+        f"{what} {step}" for step in steps[::2] for what in ("launch", "collect")
+    ]
     for plan in simulator.runner.plans:
         for chunk in plan.chunks:
             assert chunk.token_source is None
-            if chunk.sample is not None and "beam" not in fields and "prompt_logprobs" not in fields:
+            if (
+                chunk.sample is not None
+                and "beam" not in fields
+                and "prompt_logprobs" not in fields
+            ):
                 assert len(chunk.sample.output_token_ids) == chunk.sample.output_index
 
 
 @pytest.mark.parametrize("fields", [{"min_tokens": 2}, {"logit_bias": {5: 1.0}}, {"logprobs": 2}])
-def test_what_is_known_ahead_overlaps(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_ahead_overlaps(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulator = overlapped()
     recorder = Recorder(simulator, monkeypatch)
     simulator.submit(request("x", max_tokens=3, **fields))
     simulator.run()
     assert recorder.events[:3] == ["launch 1", "launch 2", "collect 1"]
     outputs = simulator.outputs["x"]
-    assert [len(output.logprobs or []) for output in outputs] == [1 if "logprobs" in fields else 0] * 3
+    assert [len(output.logprobs or []) for output in outputs] == [
+        1 if "logprobs" in fields else 0
+    ] * 3
 
 
 def test_an_end_that_is_known_ahead_wastes_no_row() -> None:
     simulator = overlapped()
     simulator.submit(
-        request("long", max_tokens=6), request("longest", prompt=6, max_tokens=6), request("none", max_tokens=0)
+        request("long", max_tokens=6),
+        request("longest", prompt=6, max_tokens=6),
+        request("none", max_tokens=0),
     )
     simulator.run()
     assert [rows(simulator, name) for name in ("long", "longest", "none")] == [5, 5, 0]
-    assert [simulator.last(name).finish_reason for name in ("long", "longest", "none")] == ["length"] * 3
+    assert [simulator.last(name).finish_reason for name in ("long", "longest", "none")] == [
+        "length"
+    ] * 3
     assert len(simulator.outputs["none"]) == 1
 
 
@@ -126,7 +149,11 @@ def test_a_row_behind_the_end_of_sequence_is_neither_told_nor_charged() -> None:
         simulator.run()
         assert simulator.tokens("x") == tokens
         last = simulator.last("x")
-        assert (last.finish_reason, last.stop_token_id, last.computed_prompt_tokens) == ("stop", tokens[3], 5)
+        assert (last.finish_reason, last.stop_token_id, last.computed_prompt_tokens) == (
+            "stop",
+            tokens[3],
+            5,
+        )
         counts.append(rows(simulator, "x"))
         assert simulator.core.status().service_tokens == {"": 5 + 3}
         assert simulator.pool.counts()["kv"] == simulator.pool.num_quarantined == 0
@@ -147,7 +174,9 @@ def test_a_request_with_the_id_of_one_that_was_aborted_in_flight_gets_its_own_to
     assert [token for output in outputs for token in output.token_ids] == expected_tokens(again, 5)
 
 
-def test_a_launch_that_fails_takes_no_token_from_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_fails_takes_no_token_from_the_step_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = overlapped()
     recorder = Recorder(simulator, monkeypatch)
     recorder.fails = {"launch 4"}
@@ -160,7 +189,9 @@ def test_a_launch_that_fails_takes_no_token_from_the_step_before(monkeypatch: py
     assert simulator.pool.counts()["kv"] == simulator.pool.num_quarantined == 0
 
 
-def test_with_a_step_that_fails_the_one_launched_after_it_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_step_that_fails_the_one_launched_after_it_fails_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both count as one failure; what they would have moved or computed is not trusted."""
     simulator = overlapped(num_pages=32)
     recorder = Recorder(simulator, monkeypatch)
@@ -171,7 +202,10 @@ def test_with_a_step_that_fails_the_one_launched_after_it_fails_too(monkeypatch:
         simulator.pump(2)
         simulator.submit(request(f"new {index}", max_tokens=9))
         simulator.pump()
-        assert [simulator.last(f"{age} {index}").finish_reason for age in ("old", "new")] == ["error", "error"]
+        assert [simulator.last(f"{age} {index}").finish_reason for age in ("old", "new")] == [
+            "error",
+            "error",
+        ]
         assert not simulator.core.has_work()
         recorder.fails = {f"collect {simulator.core.num_steps + 2}"}
     assert simulator.pool.counts()["kv"] == simulator.pool.num_quarantined == 0
@@ -182,7 +216,9 @@ def test_with_a_step_that_fails_the_one_launched_after_it_fails_too(monkeypatch:
     assert simulator.tokens("fine") == expected_tokens(asked, 4)
 
 
-def test_a_plan_that_fails_takes_no_token_from_the_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fails_takes_no_token_from_the_step_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = overlapped()
     asked = request("x", max_tokens=9)
     simulator.submit(asked)
@@ -284,7 +320,12 @@ def test_all_kinds_of_requests_get_the_same_and_forks_share_as_much(num_pages: i
         simulator.submit(*mixed())
         simulator.run()
         found.append({key: told(outputs) for key, outputs in simulator.outputs.items()})
-        assert simulator.pool.counts()["kv"] == simulator.pool.num_quarantined == simulator.swap.num_used == 0
+        assert (
+            simulator.pool.counts()["kv"]
+            == simulator.pool.num_quarantined
+            == simulator.swap.num_used
+            == 0
+        )
     assert found[0] == found[1]
     assert found[0]["fork"][2] == 12
 

@@ -24,7 +24,11 @@ def test_kept_requests_keep_their_pages_and_go_on_with_the_same_tokens(ref: obje
     simulator.pump(8)
     simulator.core.pause("keep")
     simulator.submit(second)
-    before, steps, so_far = pages(simulator), simulator.core.num_steps, len(simulator.tokens("first"))
+    before, steps, so_far = (
+        pages(simulator),
+        simulator.core.num_steps,
+        len(simulator.tokens("first")),
+    )
     assert 0 < so_far < 30
     simulator.pump(100)
     assert (pages(simulator), simulator.core.num_steps) == (before, steps)
@@ -85,7 +89,10 @@ def test_what_was_preempted_ends_before_the_engine_is_paused(costs: PageCosts) -
     simulator.submit(*started)
     while not simulator.num_preemptions:
         simulator.pump()
-    fresh = [request(f"fresh{number}", flow=FlowKey(tenant=f"t{number}", weight=100.0)) for number in range(150)]
+    fresh = [
+        request(f"fresh{number}", flow=FlowKey(tenant=f"t{number}", weight=100.0))
+        for number in range(150)
+    ]
     simulator.submit(*fresh)
     for state in list(simulator.scheduler.table.waiting):
         if state.request_id.startswith("fresh"):
@@ -112,7 +119,11 @@ def test_a_pause_may_end_everything() -> None:
     for name in ("running", "search", "waiting"):
         last = simulator.last(name)
         assert last.error is not None
-        assert (last.finish_reason, last.error.code, last.error.kind) == ("error", "server.paused", "capacity")
+        assert (last.finish_reason, last.error.code, last.error.kind) == (
+            "error",
+            "server.paused",
+            "capacity",
+        )
     assert pages(simulator)["kv"] == 0
     simulator.submit(request("next"))
     simulator.pump(5)
@@ -135,7 +146,9 @@ def test_the_prefix_cache_forgets_what_no_request_uses() -> None:
     held = pages(simulator)["prefix"]
     assert 0 < held < cached
     simulator.run()
-    assert simulator.tokens("running") == expected_tokens(request("running", [*range(500, 540)]), 40)
+    assert simulator.tokens("running") == expected_tokens(
+        request("running", [*range(500, 540)]), 40
+    )
     simulator.core.reset_prefix_cache()
     assert pages(simulator)["prefix"] == 0
     simulator.submit(request("again", prompt))

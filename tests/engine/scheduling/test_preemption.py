@@ -39,7 +39,9 @@ def finish(simulator: Simulator, requests: list[GenerationRequest]) -> None:
 @pytest.mark.parametrize("has_prefixes", [True, False])
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
 def test_a_swapped_request_computes_nothing_twice(has_prefixes: bool, num_groups: int) -> None:
-    simulator, requests = pressed(has_prefixes=has_prefixes, num_groups=num_groups, num_pages=12 * num_groups)
+    simulator, requests = pressed(
+        has_prefixes=has_prefixes, num_groups=num_groups, num_pages=12 * num_groups
+    )
     finish(simulator, requests)
     assert simulator.scheduler.table.preemptions == {"swap": 1, "recompute": 0}
     positions = [
@@ -78,7 +80,9 @@ def test_a_step_that_only_swaps_computes_nothing() -> None:
 
 
 @pytest.mark.parametrize("costs", [SWAPS, RECOMPUTES])
-def test_a_preempted_request_that_is_aborted_tells_what_was_computed_before(costs: PageCosts) -> None:
+def test_a_preempted_request_that_is_aborted_tells_what_was_computed_before(
+    costs: PageCosts,
+) -> None:
     simulator, (old, _) = pressed(costs=costs, has_prefixes=False)
     until_preempted(simulator)
     simulator.core.abort("new")
@@ -101,7 +105,9 @@ def test_host_pages_of_a_request_aborted_in_mid_step_are_kept_until_its_copies_a
     assert simulator.last("old").finish_reason == "length"
 
 
-def test_a_plan_that_fails_loses_no_host_page_and_leaves_no_page_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fails_loses_no_host_page_and_leaves_no_page_in_quarantine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     other, _ = pressed()
     until_preempted(other)
     simulator, (_, new) = pressed()
@@ -151,10 +157,16 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_request(on_host: bool) -> None:
-    simulator = Simulator(num_pages=12, max_running=2, load_ticks=1, step_tokens=64, adapter_pages=2)
+def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_request(
+    on_host: bool,
+) -> None:
+    simulator = Simulator(
+        num_pages=12, max_running=2, load_ticks=1, step_tokens=64, adapter_pages=2
+    )
     (simulator.put_on_host if on_host else simulator.know)(adapter("a"))
-    simulator.submit(request("runs", prompt=8, max_tokens=24))  # 2 pages, 8 in the end: less than a quantum
+    simulator.submit(
+        request("runs", prompt=8, max_tokens=24)
+    )  # 2 pages, 8 in the end: less than a quantum
     simulator.submit(request("waits", prompt=36, max_tokens=2, ref=adapter("a")))  # 2 pages and 9
     while not simulator.outputs.get("runs") or simulator.last("runs").finish_reason is None:
         assert simulator.num_holds == 0
@@ -165,9 +177,13 @@ def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_reques
 
 
 def test_an_adapter_of_unknown_size_is_read_at_once() -> None:
-    simulator = Simulator(num_pages=16, max_running=2, load_ticks=1, step_tokens=128, adapter_pages=2)
+    simulator = Simulator(
+        num_pages=16, max_running=2, load_ticks=1, step_tokens=128, adapter_pages=2
+    )
     simulator.submit(request("runs", prompt=16, max_tokens=16))  # 4 pages
-    simulator.submit(request("waits", prompt=50, max_tokens=2, ref=adapter("a")))  # 13 pages, without the adapter
+    simulator.submit(
+        request("waits", prompt=50, max_tokens=2, ref=adapter("a"))
+    )  # 13 pages, without the adapter
     simulator.pump()
     assert simulator.num_holds == 1
     simulator.run()
@@ -192,33 +208,50 @@ def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapte
     simulator.submit(request("small", prompt=4, max_tokens=2, ref=adapter("b")))
     ended: list[str] = []
     while len(ended) < 3:
-        ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
+        ended += [
+            output.request_id for output in simulator.pump() if output.finish_reason is not None
+        ]
     assert ended == ["small", "runs", "large"]
     assert simulator.num_preemptions == 0
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_small_requests_pass_one_that_lacks_pages_for_its_adapter_only_so_often(on_host: bool) -> None:
-    simulator = Simulator(num_pages=20, max_running=8, load_ticks=1, step_tokens=64, adapter_pages=2, policy="fcfs")
+def test_small_requests_pass_one_that_lacks_pages_for_its_adapter_only_so_often(
+    on_host: bool,
+) -> None:
+    simulator = Simulator(
+        num_pages=20, max_running=8, load_ticks=1, step_tokens=64, adapter_pages=2, policy="fcfs"
+    )
     (simulator.put_on_host if on_host else simulator.know)(adapter("a"))
     simulator.submit(request("runs", prompt=8, max_tokens=9))
     simulator.submit(request("large", prompt=66, max_tokens=2, ref=adapter("a")))  # 2 pages and 17
     ended: list[str] = []
     for number in range(200):
         simulator.submit(request(f"small-{number}", prompt=12, max_tokens=6))
-        ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
+        ended += [
+            output.request_id for output in simulator.pump() if output.finish_reason is not None
+        ]
     assert "large" in ended
     simulator.run()
 
 
-def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_beside_a_flood_at_once() -> None:
-    simulator = Simulator(num_pages=64, max_running=16, step_tokens=256, adapter_pages=4, costs=RECOMPUTES)
+def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_beside_a_flood_at_once() -> (
+    None
+):
+    simulator = Simulator(
+        num_pages=64, max_running=16, step_tokens=256, adapter_pages=4, costs=RECOMPUTES
+    )
     simulator.put_on_host(adapter("a"))
-    flood = [request(f"flood-{i}", prompt=12, max_tokens=200, flow=FlowKey(tenant="flood")) for i in range(12)]
+    flood = [
+        request(f"flood-{i}", prompt=12, max_tokens=200, flow=FlowKey(tenant="flood"))
+        for i in range(12)
+    ]
     simulator.submit(*flood)
     simulator.pump(20)
     before = simulator.num_preemptions
-    quiet = request("quiet", prompt=120, max_tokens=4, ref=adapter("a"), flow=FlowKey(tenant="quiet"))
+    quiet = request(
+        "quiet", prompt=120, max_tokens=4, ref=adapter("a"), flow=FlowKey(tenant="quiet")
+    )
     simulator.submit(quiet)
     simulator.pump(8)
     assert simulator.last("quiet").finish_reason is not None
@@ -226,7 +259,9 @@ def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_besid
 
 
 def test_a_running_request_that_lacks_pages_leaves_loads_alone_that_have_none() -> None:
-    simulator = Simulator(num_pages=4, max_running=2, load_ticks=40, adapter_pages=2, costs=RECOMPUTES)
+    simulator = Simulator(
+        num_pages=4, max_running=2, load_ticks=40, adapter_pages=2, costs=RECOMPUTES
+    )
     simulator.submit(request("old", prompt=4, max_tokens=9))
     simulator.submit(request("new", prompt=4, max_tokens=9))
     simulator.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
@@ -236,7 +271,9 @@ def test_a_running_request_that_lacks_pages_leaves_loads_alone_that_have_none() 
     simulator.run()
 
 
-def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
+def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> (
+    None
+):
     simulator = Simulator(num_pages=32, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
     simulator.submit(request("old", prompt=8, max_tokens=121))  # 32 pages in the end
     names = ("a", "b", "c")
@@ -245,8 +282,12 @@ def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves
     resident = []
     while not simulator.outputs.get("old") or simulator.last("old").finish_reason is None:
         simulator.pump()
-        resident.append([name for name in names if simulator.residency.state(adapter(name).digest) == "device"])
-    order = [there for index, there in enumerate(resident) if index == 0 or there != resident[index - 1]]
+        resident.append(
+            [name for name in names if simulator.residency.state(adapter(name).digest) == "device"]
+        )
+    order = [
+        there for index, there in enumerate(resident) if index == 0 or there != resident[index - 1]
+    ]
     assert order[-4:] == [["a", "b", "c"], ["a", "b"], ["a"], []]
     assert simulator.num_preemptions == 0
     simulator.run()

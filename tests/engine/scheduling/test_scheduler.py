@@ -32,12 +32,17 @@ def test_decodes_go_before_prompts_and_the_budget_is_kept() -> None:
     simulator.submit(request("new", prompt=30, max_tokens=1))
     simulator.pump()
     plan = simulator.runner.plans[-1]
-    assert [(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks] == [("old", 1), ("new", 7)]
+    assert [(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks] == [
+        ("old", 1),
+        ("new", 7),
+    ]
 
 
 def test_the_first_output_alone_tells_where_the_adapter_was_and_how_long_it_waited() -> None:
     simulator = Simulator(load_ticks=3)
-    run_all(simulator, [request("one", max_tokens=2, ref=adapter("a")), request("base", max_tokens=1)])
+    run_all(
+        simulator, [request("one", max_tokens=2, ref=adapter("a")), request("base", max_tokens=1)]
+    )
     first, second = simulator.outputs["one"]
     assert (first.adapter_state, first.queue_s) == ("stored", 4.0)
     assert (second.adapter_state, second.queue_s) == (None, None)
@@ -45,7 +50,9 @@ def test_the_first_output_alone_tells_where_the_adapter_was_and_how_long_it_wait
 
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs"])
-def test_a_request_whose_adapter_loads_does_not_block_those_behind_it(policy: Literal["fair", "fcfs"]) -> None:
+def test_a_request_whose_adapter_loads_does_not_block_those_behind_it(
+    policy: Literal["fair", "fcfs"],
+) -> None:
     simulator = Simulator(load_ticks=10, policy=policy)
     simulator.submit(request("slow", ref=adapter("a")))
     simulator.submit(request("base"))
@@ -77,11 +84,15 @@ def test_requests_that_lack_pages_do_not_hurry_loads() -> None:
 
 def test_a_request_that_was_overtaken_often_enough_keeps_waiting_only_those_behind_it() -> None:
     simulator = Simulator(num_pages=64, step_tokens=256)
-    simulator.submit(request("runs", prompt=80, max_tokens=60, flow=FlowKey(tenant="flood")))  # a third of the pages
+    simulator.submit(
+        request("runs", prompt=80, max_tokens=60, flow=FlowKey(tenant="flood"))
+    )  # a third of the pages
     simulator.pump(2)
     simulator.submit(request("big", prompt=180, max_tokens=2, flow=FlowKey(tenant="flood")))
     simulator.pump()
-    simulator.scheduler.table.waiting.bypass(simulator.scheduler.table.requests["big"], MAX_BYPASSES)
+    simulator.scheduler.table.waiting.bypass(
+        simulator.scheduler.table.requests["big"], MAX_BYPASSES
+    )
     simulator.submit(request("behind", prompt=4, max_tokens=2, flow=FlowKey(tenant="flood")))
     simulator.submit(request("ahead", prompt=4, max_tokens=2, flow=FlowKey(tenant="new")))
     simulator.pump(4)
@@ -108,7 +119,9 @@ def test_nobody_is_preempted_where_all_who_would_give_way_have_too_few_pages() -
     simulator = Simulator(num_pages=64, step_tokens=256)
     simulator.submit(request("peer", prompt=120, max_tokens=30, flow=FlowKey(tenant="peer")))
     for index in range(3):
-        simulator.submit(request(f"f{index}", prompt=16, max_tokens=30, flow=FlowKey(tenant="flood")))
+        simulator.submit(
+            request(f"f{index}", prompt=16, max_tokens=30, flow=FlowKey(tenant="flood"))
+        )
     simulator.pump(6)
     assert simulator.scheduler.table.num_rows == 4
     simulator.submit(request("fits", prompt=60, max_tokens=2, flow=FlowKey(tenant="new")))
@@ -123,9 +136,17 @@ def test_nobody_is_preempted_where_all_who_would_give_way_have_too_few_pages() -
 
 
 def test_an_adapter_without_a_slot_gets_that_of_a_share_far_ahead() -> None:
-    simulator = Simulator(num_pages=400, slots=2, adapter_pages=1, step_tokens=64, max_model_len=1000)
+    simulator = Simulator(
+        num_pages=400, slots=2, adapter_pages=1, step_tokens=64, max_model_len=1000
+    )
     flood = [
-        request(f"f{i}", prompt=4, max_tokens=400, ref=adapter("ab"[i % 2]), flow=FlowKey(tenant="flood"))
+        request(
+            f"f{i}",
+            prompt=4,
+            max_tokens=400,
+            ref=adapter("ab"[i % 2]),
+            flow=FlowKey(tenant="flood"),
+        )
         for i in range(6)
     ]
     simulator.submit(*flood)
@@ -141,7 +162,9 @@ def test_an_adapter_without_a_slot_gets_that_of_a_share_far_ahead() -> None:
 
 def test_a_load_whose_first_waiter_leaves_is_charged_to_the_next() -> None:
     def service(*, with_first: bool) -> list[float]:
-        simulator = Simulator(num_pages=100, adapter_pages=20, step_tokens=64, max_running=2, has_prefixes=False)
+        simulator = Simulator(
+            num_pages=100, adapter_pages=20, step_tokens=64, max_running=2, has_prefixes=False
+        )
         if with_first:
             simulator.submit(request("first", ref=adapter("x"), flow=FlowKey(tenant="first")))
         simulator.submit(request("next", ref=adapter("x"), flow=FlowKey(tenant="next")))
@@ -197,7 +220,9 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
     simulator = Simulator(max_model_len=20)
-    with pytest.raises(ContextLengthError, match="takes 20 tokens, but 18 in the prompt and 3 to generate are 21"):
+    with pytest.raises(
+        ContextLengthError, match="takes 20 tokens, but 18 in the prompt and 3 to generate are 21"
+    ):
         simulator.submit(request("long", prompt=18, max_tokens=3))
     simulator.submit(request("fits", prompt=18, max_tokens=2))
 
@@ -250,7 +275,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     ],
     ids=["end of sequence", "end of sequence ignored", "stop token that is the last token allowed"],
 )
-def test_generation_ends_at_a_token(is_eos: bool, params: dict[str, Any], reason: str, count: int) -> None:
+def test_generation_ends_at_a_token(
+    is_eos: bool, params: dict[str, Any], reason: str, count: int
+) -> None:
     third = expected_tokens(request("one"), 3)[-1]
     simulator = Simulator(eos=frozenset({third} if is_eos else ()))
     run_all(simulator, [request("one", stop_token_ids=() if is_eos else (third,), **params)])
@@ -278,7 +305,10 @@ def test_a_request_that_had_all_its_tokens_ends_at_once() -> None:
 
 def test_history_is_in_the_plan_only_where_penalties_need_it() -> None:
     simulator = Simulator()
-    run_all(simulator, [request("plain", max_tokens=2), request("rare", max_tokens=2, presence_penalty=1.0)])
+    run_all(
+        simulator,
+        [request("plain", max_tokens=2), request("rare", max_tokens=2, presence_penalty=1.0)],
+    )
     last = {chunk.request_id: chunk.sample for chunk in simulator.runner.plans[-1].chunks}
     assert last["plain"] is not None
     assert last["plain"].prompt_token_ids == []
@@ -298,14 +328,19 @@ def test_the_chunk_of_a_token_becomes_that_of_the_next_only_while_its_page_has_r
         assert plan is not None
         (chunk,) = plan.chunks
         assert chunk.sample is not None
-        assert chunk.sample.output_token_ids == simulator.scheduler.table.requests["x"].output_token_ids
+        assert (
+            chunk.sample.output_token_ids
+            == simulator.scheduler.table.requests["x"].output_token_ids
+        )
         chunks.append(chunk)
         told.append((list(chunk.token_ids), chunk.start, chunk.sample.output_index))
         simulator.scheduler.commit(plan, simulator.runner.execute(plan))
         simulator.scheduler.complete(plan.step)
         assert plan.num_tokens == len(told[-1][0])
     tokens = expected_tokens(wanted, 8)
-    assert told == [(wanted.prompt_token_ids, 0, 0)] + [([tokens[i]], 5 + i, 1 + i) for i in range(7)]
+    assert told == [(wanted.prompt_token_ids, 0, 0)] + [
+        ([tokens[i]], 5 + i, 1 + i) for i in range(7)
+    ]
     assert [chunk is before for before, chunk in pairwise(chunks)] == [
         len(before.token_ids) == 1 and start % PAGE_TOKENS != 0
         for before, (_, start, _) in zip(chunks, told[1:], strict=False)
@@ -333,8 +368,12 @@ def preempted(simulator: Simulator) -> None:
 
 
 @pytest.mark.parametrize("event", ["abort", "fail_adapter", "fail_running", "drop_adapter"])
-@pytest.mark.parametrize("into_state", [prefilling, decoding, preempted], ids=lambda state: state.__name__)
-def test_ends_may_come_in_the_middle_of_a_step(into_state: Callable[[Simulator], None], event: str) -> None:
+@pytest.mark.parametrize(
+    "into_state", [prefilling, decoding, preempted], ids=lambda state: state.__name__
+)
+def test_ends_may_come_in_the_middle_of_a_step(
+    into_state: Callable[[Simulator], None], event: str
+) -> None:
     """Between two steps they come in the simulation."""
     simulator = Simulator(num_pages=16)
     into_state(simulator)

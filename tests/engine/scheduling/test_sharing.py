@@ -53,7 +53,9 @@ def test_at_least_the_last_token_is_computed(num_tokens: int, found: int) -> Non
 
 def test_what_was_generated_is_found_as_a_prompt() -> None:
     simulator = Simulator()
-    serve(simulator, request("one", PROMPT, 7))  # the keys and values of the last token are never stored
+    serve(
+        simulator, request("one", PROMPT, 7)
+    )  # the keys and values of the last token are never stored
     longer = PROMPT + simulator.tokens("one") + [7, 8]
     serve(simulator, request("two", longer, 2))
     assert simulator.last("two").cached_tokens == 0  # it comes with the first output alone
@@ -64,7 +66,9 @@ def test_prompt_logprobs_are_those_of_a_prompt_that_is_computed() -> None:
     simulator = Simulator()
     serve(simulator, request("one", PROMPT, 2), request("two", PROMPT, 2, prompt_logprobs=0))
     assert computed(simulator, "two")[: len(PROMPT)] == list(range(len(PROMPT)))
-    (logprobs,) = [o.prompt_logprobs for o in simulator.outputs["two"] if o.prompt_logprobs is not None]
+    (logprobs,) = [
+        o.prompt_logprobs for o in simulator.outputs["two"] if o.prompt_logprobs is not None
+    ]
     assert [entry and entry.token_id for entry in logprobs] == [None, *PROMPT[1:]]
     assert (simulator.core.status().prefix_queries, simulator.core.status().prefix_hits) == (14, 0)
 
@@ -102,7 +106,9 @@ def test_a_request_recovers_what_is_still_cached_after_a_preemption() -> None:
     check_tokens(simulator, requests)
     assert simulator.scheduler.table.preemptions == {"swap": 0, "recompute": 1}
     again = computed(simulator, "new")
-    assert again.count(0) == 1  # its first blocks were not needed by the other, and were found again
+    assert (
+        again.count(0) == 1
+    )  # its first blocks were not needed by the other, and were found again
 
 
 def test_idle_prefixes_make_way_for_running_requests_before_anybody_is_preempted() -> None:
@@ -164,14 +170,18 @@ def test_what_a_waiting_request_could_share_is_not_evicted_for_it() -> None:
     simulator = Simulator(num_pages=9, step_tokens=64)
     serve(simulator, request("cached", [1] * 16, 1), request("other", [2] * 16, 1))
     assert simulator.pool.counts()["prefix"] == 8
-    simulator.submit(request("again", [1] * 16 + [3] * 12, 1))  # 4 blocks are there, 3 are lacking, 1 is free
+    simulator.submit(
+        request("again", [1] * 16 + [3] * 12, 1)
+    )  # 4 blocks are there, 3 are lacking, 1 is free
     simulator.run()
     assert simulator.last("again").cached_tokens == 16
     assert simulator.evictor.evictions == {"prefix": 2}
 
 
 def test_admissions_and_adapters_leave_room_for_those_that_run() -> None:
-    simulator = Simulator(num_pages=4 * GROWTH_DIVISOR, max_running=8, step_tokens=512, max_model_len=512)
+    simulator = Simulator(
+        num_pages=4 * GROWTH_DIVISOR, max_running=8, step_tokens=512, max_model_len=512
+    )
     for index in range(3):
         simulator.submit(request(f"r{index}", prompt=5 * PAGE_TOKENS, max_tokens=60))
     simulator.pump()
@@ -187,7 +197,9 @@ def test_admissions_and_adapters_leave_room_for_those_that_run() -> None:
     assert len(simulator.scheduler.table.running) == 4
 
 
-def test_a_collision_of_names_shares_nothing_and_stops_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collision_of_names_shares_nothing_and_stops_publishing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulator = Simulator()
     serve(simulator, request("one", PROMPT, 6))
     digests = [block.digest for block in simulator.prefixes.blocks]
@@ -197,7 +209,9 @@ def test_a_collision_of_names_shares_nothing_and_stops_publishing(monkeypatch: p
     assert simulator.outputs["three"][0].cached_tokens == 0
 
 
-def forks(count: int, prompt: list[int] = PROMPT, max_tokens: int = 6, **fields: object) -> list[GenerationRequest]:
+def forks(
+    count: int, prompt: list[int] = PROMPT, max_tokens: int = 6, **fields: object
+) -> list[GenerationRequest]:
     leader = request("lead", prompt, max_tokens, **fields)  # type: ignore[arg-type]
     followers = [
         request(f"fork{i}", prompt, max_tokens, choice_index=i, fork_of="lead", **fields)  # type: ignore[arg-type]
@@ -208,7 +222,9 @@ def forks(count: int, prompt: list[int] = PROMPT, max_tokens: int = 6, **fields:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("length", [1, 3, 4, 8, 14, 40])
-def test_forks_wait_for_the_prompt_of_their_leader_and_share_it(length: int, num_groups: int) -> None:
+def test_forks_wait_for_the_prompt_of_their_leader_and_share_it(
+    length: int, num_groups: int
+) -> None:
     simulator = Simulator(num_groups=num_groups, num_pages=128)
     prompt = [100 + i for i in range(length)]
     requests = forks(4, prompt)
@@ -227,7 +243,9 @@ def test_forks_wait_for_the_prompt_of_their_leader_and_share_it(length: int, num
     assert not set(plan.zero_pages) & {copy.target for copy in plan.copies}
     simulator.run()
     check_tokens(simulator, requests)
-    assert [simulator.outputs[each.request_id][0].cached_tokens for each in requests[1:]] == [length - 1] * 3
+    assert [simulator.outputs[each.request_id][0].cached_tokens for each in requests[1:]] == [
+        length - 1
+    ] * 3
     simulator.core.check()
 
 

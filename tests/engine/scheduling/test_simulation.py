@@ -70,7 +70,11 @@ def test_everything_that_can_happen_does() -> None:
         *("copies", "moves", "prefix_hits", "pauses", "evictions:adapter", "evictions:prefix"),
         *("preemptions:recompute", "preemptions:swap", "end:stop", "end:length", "end:abort"),
         *("loads:stored>device:ok", "loads:stored>device:failed", "loads:host>device:ok"),
-        *("end:error:adapter_load_failed", "end:error:deadline.queue", "end:error:engine_overloaded"),
+        *(
+            "end:error:adapter_load_failed",
+            "end:error:deadline.queue",
+            "end:error:engine_overloaded",
+        ),
         *("end:error:internal_error", "end:error:request_too_large", "end:error:scores_not_finite"),
     }
     assert not {kind for kind in rare if not counts[kind]}

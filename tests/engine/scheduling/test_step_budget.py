@@ -84,10 +84,14 @@ def test_without_a_target_prompts_fill_the_step_and_a_batch_stretches_it() -> No
     budget = learned(SchedulerConfig(batch_stretch=1.5))
     assert (budget.tokens(10), budget.units(20.0)) == (502, math.inf)
     assert budget.batch_units(20.0) == pytest.approx(35, abs=1), "half of 50 ms and 20 units"
-    assert budget.batch_units(0.0) == pytest.approx(25, abs=1), "beside prompts alone, half of the overhead"
+    assert budget.batch_units(0.0) == pytest.approx(25, abs=1), (
+        "beside prompts alone, half of the overhead"
+    )
 
 
-def test_steps_of_a_batch_alone_are_as_long_as_those_beside_interactive_requests_for_a_while() -> None:
+def test_steps_of_a_batch_alone_are_as_long_as_those_beside_interactive_requests_for_a_while() -> (
+    None
+):
     budget = learned(SchedulerConfig(batch_stretch=1.5))
     for _ in range(200):
         budget.note_step(60.0, 40.0, 0.11, True)  # 20 units of its own, and 40 of a batch
@@ -115,13 +119,17 @@ def test_lines_that_wait_for_pages_leave_the_little_that_a_batch_may_compute_to_
         flow = FlowKey(tenant="batch", lane=1)
         simulator.submit(request(f"line{index}", prompt=8, max_tokens=20, flow=flow))
     simulator.run()
-    assert {simulator.last(f"line{index}").finish_reason for index in range(num_lines)} == {"length"}
+    assert {simulator.last(f"line{index}").finish_reason for index in range(num_lines)} == {
+        "length"
+    }
 
 
 def test_a_long_prompt_of_a_batch_does_not_keep_an_interactive_request_from_starting() -> None:
     simulator = Simulator(num_pages=400, max_running=16, step_tokens=64)
     simulator.submit(request("chat", max_tokens=200))
-    simulator.submit(request("line", prompt=300, max_tokens=2, flow=FlowKey(tenant="batch", lane=1)))
+    simulator.submit(
+        request("line", prompt=300, max_tokens=2, flow=FlowKey(tenant="batch", lane=1))
+    )
     simulator.pump(20)
     simulator.submit(request("next", prompt=60, max_tokens=2))
     simulator.pump(4)
@@ -134,7 +142,10 @@ def test_a_batch_goes_on_beside_interactive_requests_and_ends() -> None:
     simulator = Simulator(num_pages=400, max_running=16, step_tokens=64)
     for index in range(2):
         simulator.submit(request(f"chat{index}", max_tokens=60))
-    lines = [request(f"line{i}", prompt=8, max_tokens=20, flow=FlowKey(tenant="batch", lane=1)) for i in range(10)]
+    lines = [
+        request(f"line{i}", prompt=8, max_tokens=20, flow=FlowKey(tenant="batch", lane=1))
+        for i in range(10)
+    ]
     simulator.submit(*lines)
     counts = []
     for _ in range(50):

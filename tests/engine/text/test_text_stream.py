@@ -14,7 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from manylora.engine.request import RequestOutput, TokenLogprobs
 from manylora.engine.sampling_params import SamplingParams
-from manylora.engine.text.text_stream import Detokenizer, StopScanner, TextDelta, TextStream, prompt_offsets
+from manylora.engine.text.text_stream import (
+    Detokenizer,
+    StopScanner,
+    TextDelta,
+    TextStream,
+    prompt_offsets,
+)
 from manylora.engine.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
@@ -30,16 +36,27 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A vocabulary as Llama 2 has it: pieces with a space mark, all bytes, a decoder that drops the first space."""
     pieces = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)]]
     pieces += ["▁", "▁Hello", "▁world", "lo", "é", "叫", ",", "▁▁", "a", "b", "▁a"]
-    backend = Backend(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True)
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     folder, wrapped = tmp_path_factory.mktemp("sentencepiece"), cast(Any, PreTrainedTokenizerFast)
-    wrapped(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    wrapped(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
     return Tokenizer(folder)
 
 
-def streamed(tokenizer: Tokenizer, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> list[str]:
+def streamed(
+    tokenizer: Tokenizer, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()
+) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
@@ -75,7 +92,11 @@ def test_no_part_ever_holds_half_a_character() -> None:
 def test_a_character_is_shown_with_its_last_byte() -> None:
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.push(i) for i in tokenizer.encode("叫", add_special_tokens=False)] == ["", "", "叫"]
+    assert [detokenizer.push(i) for i in tokenizer.encode("叫", add_special_tokens=False)] == [
+        "",
+        "",
+        "叫",
+    ]
 
 
 def test_the_first_token_keeps_its_space_after_a_prompt(sentencepiece: Tokenizer) -> None:
@@ -91,7 +112,11 @@ def stream_of(stop: tuple[str, ...] = (), **params: Any) -> TextStream:
 def outputs(text: str, finish_reason: Any = None) -> list[RequestOutput]:
     ids = byte_level().encode(text, add_special_tokens=False)
     made = [RequestOutput(request_id="x", token_ids=[token_id]) for token_id in ids]
-    return [*made, RequestOutput(request_id="x", finish_reason=finish_reason)] if finish_reason else made
+    return (
+        [*made, RequestOutput(request_id="x", finish_reason=finish_reason)]
+        if finish_reason
+        else made
+    )
 
 
 def push_all(stream: TextStream, made: list[RequestOutput]) -> list[TextDelta]:
@@ -102,7 +127,9 @@ def test_a_stop_string_may_span_tokens_and_is_not_shown() -> None:
     stream = stream_of(("you?",))
     deltas = push_all(stream, outputs("Hello, how are you? Fine"))
     assert "".join(delta.text for delta in deltas) == "Hello, how are "
-    assert [(d.finish_reason, d.stop_reason) for d in deltas if d.finish_reason] == [("stop", "you?")]
+    assert [(d.finish_reason, d.stop_reason) for d in deltas if d.finish_reason] == [
+        ("stop", "you?")
+    ]
 
 
 def test_delivered_tokens_end_with_the_one_that_completed_the_stop_string() -> None:
@@ -123,14 +150,20 @@ def test_text_that_may_start_a_stop_string_is_held_back_and_released() -> None:
     assert [delta.text for delta in deltas][:2] == ["", "Hello,"]
     assert "".join(delta.text for delta in deltas) == "Hello, how"
     assert deltas[-1].finish_reason == "length"
-    assert push_all(stream_of(("Hello!",)), outputs("Hello", "length"))[-1].text == "Hello"  # by the end at the latest
+    assert (
+        push_all(stream_of(("Hello!",)), outputs("Hello", "length"))[-1].text == "Hello"
+    )  # by the end at the latest
 
 
 def test_the_end_of_sequence_token_is_counted_and_not_shown() -> None:
     eos = next(iter(byte_level().eos_token_ids))
     stream = stream_of()
     hello = byte_level().encode("Hello", add_special_tokens=False)
-    delta = stream.push(RequestOutput(request_id="x", token_ids=[*hello, eos], finish_reason="stop", stop_token_id=eos))
+    delta = stream.push(
+        RequestOutput(
+            request_id="x", token_ids=[*hello, eos], finish_reason="stop", stop_token_id=eos
+        )
+    )
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("Hello", "stop", None)
     assert stream.num_tokens == len(hello) + 1
 
@@ -138,13 +171,17 @@ def test_the_end_of_sequence_token_is_counted_and_not_shown() -> None:
 def test_a_stop_token_is_the_stop_reason_and_not_shown() -> None:
     (comma,) = byte_level().encode(",", add_special_tokens=False)
     stream = stream_of(stop_token_ids=(comma,))
-    delta = stream.push(RequestOutput(request_id="x", token_ids=[comma], finish_reason="stop", stop_token_id=comma))
+    delta = stream.push(
+        RequestOutput(request_id="x", token_ids=[comma], finish_reason="stop", stop_token_id=comma)
+    )
     assert (delta.text, delta.stop_reason) == ("", comma)
 
 
 def test_offsets_say_how_much_was_readable_before_each_token() -> None:
     token_ids = byte_level().encode("Hello, 叫 you", add_special_tokens=False)
-    delta = stream_of().push(RequestOutput(request_id="x", token_ids=token_ids, finish_reason="length"))
+    delta = stream_of().push(
+        RequestOutput(request_id="x", token_ids=token_ids, finish_reason="length")
+    )
     pieces, whole = stream_of(), ""
     for token_id, offset in zip(token_ids, delta.text_offsets, strict=True):
         assert offset == len(whole)
@@ -161,7 +198,10 @@ def test_offsets_count_characters_where_tokens_are_parts_of_them(
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     text = tokenizer.decode(token_ids)
     num_bytes = [len(tokenizer.token_bytes(token_id)) for token_id in token_ids]
-    expected = [len(text.encode()[: sum(num_bytes[:index])].decode(errors="ignore")) for index in range(len(token_ids))]
+    expected = [
+        len(text.encode()[: sum(num_bytes[:index])].decode(errors="ignore"))
+        for index in range(len(token_ids))
+    ]
     output = RequestOutput(request_id="x", token_ids=token_ids, finish_reason="length")
     assert TextStream(tokenizer, SamplingParams()).push(output).text_offsets == expected
     assert prompt_offsets(tokenizer, token_ids, skip_special_tokens=True) == expected
@@ -181,7 +221,9 @@ def test_a_whole_replacement_character_of_the_prompt_is_not_repeated() -> None:
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     parts=st.lists(st.text("abc", max_size=5), max_size=8),
 )
-def test_where_it_stops_does_not_depend_on_how_the_text_is_cut(stops: list[str], parts: list[str]) -> None:
+def test_where_it_stops_does_not_depend_on_how_the_text_is_cut(
+    stops: list[str], parts: list[str]
+) -> None:
     text = "".join(parts)
     shown, stop = scan(stops, parts)
     assert (shown, stop) == scan(stops, list(text)) == scan(stops, [text])
@@ -205,13 +247,19 @@ def scan(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, str | None]:
     return shown + scanner.flush(), None
 
 
-def texts_of(params: SamplingParams, tokens: Sequence[int], **end: Any) -> tuple[list[str], TextDelta]:
+def texts_of(
+    params: SamplingParams, tokens: Sequence[int], **end: Any
+) -> tuple[list[str], TextDelta]:
     """The text of each delta, a token at a time, and the last delta."""
     stream = TextStream(byte_level(), params)
     deltas = []
     for place, token in enumerate(tokens):
         is_last = place == len(tokens) - 1
-        deltas.append(stream.push(RequestOutput(request_id="r", token_ids=[token], **(end if is_last else {}))))
+        deltas.append(
+            stream.push(
+                RequestOutput(request_id="r", token_ids=[token], **(end if is_last else {}))
+            )
+        )
         if deltas[-1].finish_reason is not None:
             break
     return [delta.text for delta in deltas], deltas[-1]
@@ -219,11 +267,21 @@ def texts_of(params: SamplingParams, tokens: Sequence[int], **end: Any) -> tuple
 
 def test_special_tokens_are_shown_where_they_are_not_to_be_skipped() -> None:
     eos = min(byte_level().eos_token_ids)
-    tokens = [*byte_level().encode("we are", add_special_tokens=False), eos, *byte_level().encode(" open", False), eos]
+    tokens = [
+        *byte_level().encode("we are", add_special_tokens=False),
+        eos,
+        *byte_level().encode(" open", False),
+        eos,
+    ]
     end = {"finish_reason": "stop", "stop_token_id": eos}
     shown = byte_level().decode(tokens[:-1], skip_special_tokens=False)
-    for ends_shown, whole in ((False, shown), (True, byte_level().decode(tokens, skip_special_tokens=False))):
-        params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=ends_shown, ignore_eos=True)
+    for ends_shown, whole in (
+        (False, shown),
+        (True, byte_level().decode(tokens, skip_special_tokens=False)),
+    ):
+        params = SamplingParams(
+            skip_special_tokens=False, include_stop_str_in_output=ends_shown, ignore_eos=True
+        )
         assert "".join(texts_of(params, tokens, **end)[0]) == whole
     hidden = SamplingParams(include_stop_str_in_output=True)
     assert "".join(texts_of(hidden, tokens, **end)[0]) == byte_level().decode(tokens)

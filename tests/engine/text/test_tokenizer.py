@@ -36,7 +36,9 @@ def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) ->
     )
 
 
-def test_messages_that_the_template_cannot_take_are_the_clients_mistake(tokenizer: Tokenizer) -> None:
+def test_messages_that_the_template_cannot_take_are_the_clients_mistake(
+    tokenizer: Tokenizer,
+) -> None:
     with pytest.raises(InvalidRequestError, match="chat template") as refusal:
         tokenizer.chat_template.render([{"role": "user", "content": None}])
     assert refusal.value.param == "messages"
@@ -79,12 +81,16 @@ def test_threads_may_share_it(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("named", "expected"), [(7, {7}), ([7, 8], {7, 8}), (None, set())])
-def test_end_of_sequence_tokens_come_as_one_or_several(tmp_path: Path, named: object, expected: set[int]) -> None:
+def test_end_of_sequence_tokens_come_as_one_or_several(
+    tmp_path: Path, named: object, expected: set[int]
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     assert read_eos_token_ids(tmp_path) == expected
 
 
-@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"eos_token_id": ' + "1" * 5000 + "}", "\ufeff{}"])
+@pytest.mark.parametrize(
+    "content", ["{", "[" * 100_000, '{"eos_token_id": ' + "1" * 5000 + "}", "\ufeff{}"]
+)
 def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"cannot read .*generation_config\.json"):
@@ -94,7 +100,9 @@ def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
 def test_the_tokenizers_own_end_of_sequence_token_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "<end>"}]}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [{"id": 9, "content": "<end>"}]})
+    )
     assert read_eos_token_ids(tmp_path) == {3, 9}
 
 
@@ -122,7 +130,9 @@ def test_long_texts_have_the_tokens_of_short_ones(tokenizer: Tokenizer, text: st
 
 def test_no_text_has_fewer_tokens_than_its_bytes_allow(tokenizer: Tokenizer) -> None:
     most = tokenizer.max_token_bytes
-    assert most == max(len(token.encode()) for token in tokenizer.special_tokens | tokenizer.grammar_tokens)
+    assert most == max(
+        len(token.encode()) for token in tokenizer.special_tokens | tokenizer.grammar_tokens
+    )
     for text in ("</tool_response>" * 50, "  " * 99, "\n" * 99, "the shop " * 50, "\u0301" * 99):
         assert len(text.encode()) <= most * len(tokenizer.encode(text, add_special_tokens=False))
 
@@ -135,17 +145,27 @@ def test_no_text_has_fewer_tokens_than_its_bytes_allow(tokenizer: Tokenizer) -> 
         {"pre_tokenizer": {"type": "WhitespaceSplit"}},
         {
             "added_tokens": [
-                {"id": 0, "content": "<|pad|>", "single_word": False, "lstrip": True, "rstrip": False}
+                {
+                    "id": 0,
+                    "content": "<|pad|>",
+                    "single_word": False,
+                    "lstrip": True,
+                    "rstrip": False,
+                }
                 | {"normalized": False, "special": True}
             ]
         },
     ],
 )
-def test_where_text_may_be_left_out_no_bound_is_told(tmp_path: Path, parts: dict[str, object]) -> None:
+def test_where_text_may_be_left_out_no_bound_is_told(
+    tmp_path: Path, parts: dict[str, object]
+) -> None:
     assert changed(tmp_path, **parts).max_token_bytes is None
 
 
-def test_a_normal_form_shrinks_no_text_further_than_is_reckoned_with(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_normal_form_shrinks_no_text_further_than_is_reckoned_with(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     known = tokenizer.max_token_bytes
     assert known is not None
     assert changed(tmp_path, normalizer={"type": "NFC"}).max_token_bytes == NFC_SHRINKS * known
@@ -163,11 +183,14 @@ def test_a_normal_form_shrinks_no_text_further_than_is_reckoned_with(tmp_path: P
 
 @pytest.mark.parametrize("length", [60, LONG + 1])
 @pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
-def test_a_regular_expression_that_gives_up_refuses_the_text(tmp_path: Path, part: str, length: int) -> None:
+def test_a_regular_expression_that_gives_up_refuses_the_text(
+    tmp_path: Path, part: str, length: int
+) -> None:
     slow = {"pattern": {"Regex": "(a|aa)+!"}}
     split = {"type": "Split", "behavior": "Isolated", "invert": False, **slow}
     found = changed(
-        tmp_path, **{part: split if part == "pre_tokenizer" else {"type": "Replace", "content": "", **slow}}
+        tmp_path,
+        **{part: split if part == "pre_tokenizer" else {"type": "Replace", "content": "", **slow}},
     )
     assert found.encode("once, a!")
     for reads in (found.encode, found.text_offsets):

@@ -30,11 +30,15 @@ IN_SQLITE = pytest.mark.parametrize("database_url", [None])
 def _schema(connection: Connection) -> dict[str, object]:
     """All that a database knows of its tables, whatever the order in which their columns were made."""
     found = inspect(connection)
-    by_bytes = text("SELECT table_name, column_name FROM information_schema.columns WHERE collation_name = 'C'")
+    by_bytes = text(
+        "SELECT table_name, column_name FROM information_schema.columns WHERE collation_name = 'C'"
+    )
     by_key = text("SELECT name FROM sqlite_master WHERE sql LIKE '%WITHOUT ROWID%'")
     is_postgres = connection.dialect.name == "postgresql"
     return {
-        "more": sorted(tuple(row) for row in connection.execute(by_bytes if is_postgres else by_key)),
+        "more": sorted(
+            tuple(row) for row in connection.execute(by_bytes if is_postgres else by_key)
+        ),
         **{
             table: {
                 "columns": {
@@ -62,7 +66,11 @@ def test_a_new_database_is_like_one_of_the_oldest_revision_after_its_upgrade(bac
     old = (Path(__file__).parent / f"schema_0001.{backend}.sql").read_text()
     schemas = []
     for statements in ("", *old.split(";\n")), [""]:
-        url = "sqlite://" if backend == "sqlite" else fresh_database().replace("://", "+psycopg://", 1)
+        url = (
+            "sqlite://"
+            if backend == "sqlite"
+            else fresh_database().replace("://", "+psycopg://", 1)
+        )
         engine = create_engine(url)
         with engine.begin() as connection:
             for statement in filter(str.strip, statements):
@@ -76,7 +84,9 @@ def test_a_new_database_is_like_one_of_the_oldest_revision_after_its_upgrade(bac
     assert schemas[0] == schemas[1]
 
 
-async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path, database_url: str | None) -> None:
+async def test_two_openers_at_once_both_find_the_schema(
+    tmp_path: Path, database_url: str | None
+) -> None:
     databases = await asyncio.gather(*(Database.open(database_url, tmp_path) for _ in range(2)))
     for database in databases:
         await database.check()
@@ -131,7 +141,8 @@ async def test_a_database_with_an_unknown_schema_is_refused_and_left_as_it_is(
         await session.execute(text("DROP TABLE files"))
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=f"has schema {revision}.* newer Manylora or a pre-release .*empty database"
+            ConfigError,
+            match=f"has schema {revision}.* newer Manylora or a pre-release .*empty database",
         ):
             await Database.open(database_url, tmp_path)
     async with database.read() as session:
@@ -156,7 +167,9 @@ async def test_batches_of_many_sizes_leave_no_memory_behind(database: Database) 
             before = process.memory_info().rss
         stop = start + sizes.randint(1, 120)
         async with database.write() as session:
-            await insert_events(session, [usage_event(f"use_{number}") for number in range(start, stop)])
+            await insert_events(
+                session, [usage_event(f"use_{number}") for number in range(start, stop)]
+            )
         start = stop
     assert process.memory_info().rss - before < 5_000_000
 
@@ -196,11 +209,24 @@ def test_both_spellings_of_postgresql_are_taken(tmp_path: Path) -> None:
     assert parse_url(None, tmp_path).database == f"{tmp_path}/registry.sqlite"
     for scheme in ("postgres", "postgresql", "postgresql+psycopg"):
         parsed = parse_url(f"{scheme}://u:p@h:5433/db", tmp_path)
-        assert (parsed.get_backend_name(), parsed.host, parsed.port, parsed.database) == ("postgresql", "h", 5433, "db")
+        assert (parsed.get_backend_name(), parsed.host, parsed.port, parsed.database) == (
+            "postgresql",
+            "h",
+            5433,
+            "db",
+        )
 
 
 @pytest.mark.parametrize(
-    "url", ["", "nonsense", "sqlite://", "sqlite:///:memory:", "mysql://u:hunter2@h/db", "postgresql://u:hunter2@h"]
+    "url",
+    [
+        "",
+        "nonsense",
+        "sqlite://",
+        "sqlite:///:memory:",
+        "mysql://u:hunter2@h/db",
+        "postgresql://u:hunter2@h",
+    ],
 )
 def test_other_urls_are_refused_without_telling_a_password(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -208,17 +234,26 @@ def test_other_urls_are_refused_without_telling_a_password(url: str, tmp_path: P
     assert "hunter2" not in caught.value.message
 
 
-async def test_a_postgresql_that_does_not_answer_is_told_without_its_password(tmp_path: Path) -> None:
+async def test_a_postgresql_that_does_not_answer_is_told_without_its_password(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ConfigError, match="cannot be used") as caught:
         await Database.open("postgresql://manylora:hunter2@127.0.0.1:1/manylora", tmp_path)
     assert "hunter2" not in caught.value.message
 
 
-async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_listener_that_never_answers_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(postgres, "CONNECT_S", 2)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="cannot be used"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(ConfigError, match="cannot be used"),
+    ):
         async with asyncio.timeout(60):
-            await Database.open(f"postgresql://manylora@127.0.0.1:{silent.getsockname()[1]}/manylora", tmp_path)
+            await Database.open(
+                f"postgresql://manylora@127.0.0.1:{silent.getsockname()[1]}/manylora", tmp_path
+            )
 
 
 async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(
@@ -240,7 +275,9 @@ async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(
 
 
 @pytest.mark.slow
-async def test_a_server_that_hangs_is_given_up_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_hangs_is_given_up_and_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(postgres_connection, "LIVENESS_S", 0.2)
     monkeypatch.setattr(postgres_connection, "ANSWER_S", 0.5)
     monkeypatch.setattr(postgres, "CONNECT_S", 2)
@@ -254,7 +291,11 @@ async def test_a_server_that_hangs_is_given_up_and_taken_again(tmp_path: Path, m
                     await session.execute(text("SELECT 1"))
                     server.freeze()
 
-        for ask in (ask_until_it_hangs, database.check, database.check):  # in a transaction, idle, and to be made
+        for ask in (
+            ask_until_it_hangs,
+            database.check,
+            database.check,
+        ):  # in a transaction, idle, and to be made
             with pytest.raises(CapacityError) as caught:
                 async with asyncio.timeout(60):
                     await ask()
@@ -283,14 +324,18 @@ async def test_connections_that_the_server_ended_are_replaced(tmp_path: Path) ->
     database = await Database.open(fresh_database(), tmp_path)
     await database.check()
     async with database.write() as session:
-        others = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        others = text(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        )
         await session.execute(others)
     await database.check()
     await database.close()
 
 
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "registry.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 10)
+    (tmp_path / "registry.sqlite").write_bytes(
+        b"not a database, but long enough to be looked at" * 10
+    )
     with pytest.raises(ConfigError, match="cannot be used"):
         await Database.open(None, tmp_path)
 
@@ -304,13 +349,17 @@ async def test_a_deleted_file_is_neither_written_nor_made_again_and_may_come_bac
 
     async def put(revision: str) -> None:
         async with database.write() as session:
-            await session.execute(text("UPDATE alembic_version SET version_num = :it"), {"it": revision})
+            await session.execute(
+                text("UPDATE alembic_version SET version_num = :it"), {"it": revision}
+            )
 
     await put("before")
     path.rename(away)
     if is_replaced:
         path.write_bytes(b"")
-    with pytest.raises(CapacityError) as unseen:  # it went into the file, which has no name that would be opened again
+    with pytest.raises(
+        CapacityError
+    ) as unseen:  # it went into the file, which has no name that would be opened again
         await put("unseen")
     assert unseen.value.code == "db.lost"
     for work in (put("lost"), database.check()):
@@ -323,7 +372,10 @@ async def test_a_deleted_file_is_neither_written_nor_made_again_and_may_come_bac
     await database.check()
     await put("after")
     await database.close()
-    assert len([record for record in caplog.records if "was deleted or replaced" in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "was deleted or replaced" in record.message])
+        == 1
+    )
 
 
 async def test_no_connection_makes_an_empty_database(tmp_path: Path) -> None:
@@ -375,9 +427,13 @@ async def test_what_is_being_read_ends_before_the_connections_do(database: Datab
     assert slow.cancelled()
 
 
-async def test_rows_are_those_that_were_committed_and_come_before_the_connections_close(database: Database) -> None:
+async def test_rows_are_those_that_were_committed_and_come_before_the_connections_close(
+    database: Database,
+) -> None:
     async with database.write() as session:
-        session.add(AuditRow(at=NOON, actor="a", action="b", tenant="c", target="d", detail={"e": 1}))
+        session.add(
+            AuditRow(at=NOON, actor="a", action="b", tenant="c", target="d", detail={"e": 1})
+        )
     of_actor = select(AuditRow, AuditRow.target).where(AuditRow.actor == bindparam("who"))
     assert await database.rows(of_actor, {"who": "nobody"}) == []
     ((entry, target),) = await database.rows(of_actor, {"who": "a"})
@@ -439,7 +495,9 @@ async def test_the_upgrade_counts_the_tokens_of_all_months(
     database: Database, tmp_path: Path, database_url: str | None
 ) -> None:
     events = [
-        usage_event(f"use_{number}", at=NOON + timedelta(days=20 * number), key_id=f"key_{number % 2}")
+        usage_event(
+            f"use_{number}", at=NOON + timedelta(days=20 * number), key_id=f"key_{number % 2}"
+        )
         for number in range(6)
     ]
     await insert(database, events)

@@ -54,7 +54,9 @@ def test_a_file_cut_anywhere_gives_the_whole_lines_before_the_cut(
 
 
 @given(st.data())
-def test_a_flipped_bit_costs_its_own_line_only(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_flipped_bit_costs_its_own_line_only(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     payloads = [b'{"id":"%d"}' % i for i in range(5)]
     content = bytearray(b"".join(encode_line(payload) for payload in payloads))
     place = data.draw(st.integers(0, len(content) - 1))
@@ -80,7 +82,10 @@ def test_files_are_numbered_on_and_never_reopened(tmp_path: Path) -> None:
         files = JournalFiles(tmp_path)
         files.write(encode_line(content), durable=True)
         files.close()
-    assert [path.name for path in files.closed] == ["0000000000000001.journal", "0000000000000002.journal"]
+    assert [path.name for path in files.closed] == [
+        "0000000000000001.journal",
+        "0000000000000002.journal",
+    ]
     files = JournalFiles(tmp_path)
     files.discard(files.closed[1], is_damaged=True)
     files.discard(files.closed[0], is_damaged=False)
@@ -125,7 +130,9 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_of_itself(
     assert [read_lines(path, bytes)[0] for path in files.closed] == [[b"before"], [b"after"]]
 
 
-def test_a_file_that_cannot_be_made_durable_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_made_durable_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = JournalFiles(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", _fail(errno.EIO))
@@ -188,7 +195,11 @@ async def test_order_is_kept_from_a_full_file_to_the_next(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(errno.ENOSPC, "storage.full"), (errno.EDQUOT, "storage.full"), (errno.EIO, "storage.unavailable")],
+    [
+        (errno.ENOSPC, "storage.full"),
+        (errno.EDQUOT, "storage.full"),
+        (errno.EIO, "storage.unavailable"),
+    ],
 )
 async def test_who_waits_for_a_failed_write_is_told_why(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, error: int, code: str
@@ -210,9 +221,13 @@ def lines_of(files: JournalFiles) -> list[bytes]:
     return sorted({payload for path in files.closed for payload in read_lines(path, bytes)[0]})
 
 
-@pytest.mark.parametrize("harm", ["file deleted", "file replaced", "folder deleted", "folder renamed", "lock deleted"])
+@pytest.mark.parametrize(
+    "harm", ["file deleted", "file replaced", "folder deleted", "folder renamed", "lock deleted"]
+)
 @pytest.mark.parametrize("is_closing", [False, True])
-def test_what_was_written_is_written_again_where_it_was_deleted(tmp_path: Path, harm: str, is_closing: bool) -> None:
+def test_what_was_written_is_written_again_where_it_was_deleted(
+    tmp_path: Path, harm: str, is_closing: bool
+) -> None:
     files = JournalFiles(folder := tmp_path / "usage")
     files.write(encode_line(b"one"), durable=True)
     files.write(encode_line(b"two"), durable=True)
@@ -267,7 +282,9 @@ def test_a_folder_that_another_process_has_by_now_is_left_to_it(tmp_path: Path) 
     assert lines_of(files) == [b"one", b"two"]
 
 
-def test_a_file_that_cannot_be_written_again_yet_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_again_yet_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = JournalFiles(tmp_path)
     files.write(encode_line(b"one"), durable=True)
     (tmp_path / "0000000000000001.journal").unlink()
@@ -294,7 +311,12 @@ def test_a_file_that_cannot_be_written_again_yet_is_kept(tmp_path: Path, monkeyp
     ],
 )
 async def test_a_journal_that_cannot_be_written_says_so_until_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, error: int, code: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    error: int,
+    code: str,
 ) -> None:
     monkeypatch.setattr(journals, "PROBE_S", 0.01)
     journal = await Journal.open(tmp_path)
@@ -318,7 +340,9 @@ async def test_a_journal_that_cannot_be_written_says_so_until_it_can(
     journal.check()
     await journal.append(b"kept")
     assert await _on_disk(journal) == [b"kept"]
-    assert [record.levelname for record in caplog.records if "usage journal" in record.message] == ["ERROR"]
+    assert [record.levelname for record in caplog.records if "usage journal" in record.message] == [
+        "ERROR"
+    ]
     await journal.close()
     assert {name for name in os.listdir(tmp_path) if not name.endswith(".journal")} == {"lock"}
 

@@ -25,7 +25,12 @@ from usage_sums import wrong_sums
 pytestmark = pytest.mark.anyio
 
 WIDTH = 10 ** (1 / PER_DECADE)
-OF_BASE: dict[str, Any] = {"adapter_id": None, "adapter": None, "adapter_version": None, "adapter_state": "base"}
+OF_BASE: dict[str, Any] = {
+    "adapter_id": None,
+    "adapter": None,
+    "adapter_version": None,
+    "adapter_state": "base",
+}
 DAY = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 
 
@@ -51,7 +56,9 @@ def _random_events(count: int, seed: int = 3) -> list[UsageEvent]:
             key_id=f"key_{numbers.randrange(3)}",
             adapter_version=numbers.randint(1, 2),
             adapter_state=numbers.choice(("device", "device", "host", "stored", None)),
-            ttft_s=numbers.choice((None, numbers.lognormvariate(-2, 1.5), numbers.choice((-1.0, 0.0, 1e9, *BOUNDS_S)))),
+            ttft_s=numbers.choice(
+                (None, numbers.lognormvariate(-2, 1.5), numbers.choice((-1.0, 0.0, 1e9, *BOUNDS_S)))
+            ),
         )
         events.append(replace(event, **OF_BASE) if numbers.random() < 0.2 else event)
     return events
@@ -66,7 +73,10 @@ def _counted(events: list[UsageEvent]) -> tuple[object, ...]:
     states = Counter(event.adapter_state or "unknown" for event in events)
     placed = states["device"] + states["host"] + states["stored"]
     times = Counter(bin_of(event.ttft_s) for event in events)
-    percentiles = {name: percentile(times, percent) for name, percent in (("p50", 50), ("p95", 95), ("p99", 99))}
+    percentiles = {
+        name: percentile(times, percent)
+        for name, percent in (("p50", 50), ("p95", 95), ("p99", 99))
+    }
     return (
         len(events),
         {**dict.fromkeys(latency.STATES, 0), **states},
@@ -79,12 +89,21 @@ def test_bins_are_equally_wide_and_hold_what_lies_between_their_bounds() -> None
     assert (BOUNDS_S[0], BOUNDS_S[-1]) == (0.001, 1000.0)
     ratios = [high / low for low, high in pairwise(BOUNDS_S)]
     assert ratios == pytest.approx([WIDTH] * 120, rel=1e-5)
-    assert [bin_of(seconds) for seconds in (None, -1.0, 0.0, 0.0009, 1e9)] == [NO_TOKEN, 0, 0, 0, 121]
+    assert [bin_of(seconds) for seconds in (None, -1.0, 0.0, 0.0009, 1e9)] == [
+        NO_TOKEN,
+        0,
+        0,
+        0,
+        121,
+    ]
     assert [bin_of(bound) for bound in BOUNDS_S] == list(range(1, 122))
     assert [bin_of(math.nextafter(bound, 0)) for bound in BOUNDS_S] == list(range(121))
 
 
-@given(st.lists(st.floats(0.001, 999.0), min_size=1, max_size=200), st.sampled_from((1, 50, 95, 99, 100)))
+@given(
+    st.lists(st.floats(0.001, 999.0), min_size=1, max_size=200),
+    st.sampled_from((1, 50, 95, 99, 100)),
+)
 def test_a_percentile_is_at_most_a_bin_off(seconds: list[float], percent: int) -> None:
     found = percentile(Counter(map(bin_of, seconds)), percent)
     exact = float(np.quantile(seconds, percent / 100, method="inverted_cdf"))
@@ -111,7 +130,11 @@ async def test_rows_agree_with_the_events_they_are_made_of(
     width = {None: None, "1h": timedelta(hours=1), "1d": timedelta(days=1)}[bucket]
     expected: dict[tuple[Any, ...], list[UsageEvent]] = {}
     for event in events:
-        start = NOON.replace(hour=0) + (event.at - NOON.replace(hour=0)) // width * width if width else DAY.start
+        start = (
+            NOON.replace(hour=0) + (event.at - NOON.replace(hour=0)) // width * width
+            if width
+            else DAY.start
+        )
         values = {
             "tenant": event.tenant,
             "adapter": event.adapter if {"adapter", "version"} & set(group_by) else None,
@@ -123,7 +146,10 @@ async def test_rows_agree_with_the_events_they_are_made_of(
     report = await _query(database, bucket=bucket, group_by=group_by)
     # One adapter of several tenants, which no server makes: which of them the name tells is left out here.
     named = {row.adapter: row.adapter and row.adapter.rpartition("/")[2] for row in report.rows}
-    rows = {(row.start, row.tenant, named[row.adapter], row.version, row.key_id): row for row in report.rows}
+    rows = {
+        (row.start, row.tenant, named[row.adapter], row.version, row.key_id): row
+        for row in report.rows
+    }
     assert rows.keys() == expected.keys()
     assert [row.start for row in report.rows] == sorted(row.start for row in report.rows)
     for key, of_row in expected.items():
@@ -136,8 +162,15 @@ async def test_rows_agree_with_the_events_they_are_made_of(
 
 async def test_a_range_is_widened_to_whole_hours(database: Database) -> None:
     hour = timedelta(hours=1)
-    moments = (NOON - timedelta(microseconds=1), NOON, NOON + hour - timedelta(microseconds=1), NOON + hour)
-    await _insert(database, *(usage_event(f"use_{number}", at=at) for number, at in enumerate(moments)))
+    moments = (
+        NOON - timedelta(microseconds=1),
+        NOON,
+        NOON + hour - timedelta(microseconds=1),
+        NOON + hour,
+    )
+    await _insert(
+        database, *(usage_event(f"use_{number}", at=at) for number, at in enumerate(moments))
+    )
     for start, end in (
         (NOON, NOON + hour),
         (NOON + timedelta(minutes=59), NOON + hour),
@@ -156,9 +189,13 @@ async def test_a_question_that_makes_no_sense_is_refused(database: Database) -> 
     assert caught.value.param == "end"
 
 
-async def test_an_answer_that_would_be_too_long_is_refused(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_would_be_too_long_is_refused(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(latency, "MAX_COUNTS", 3)
-    await _insert(database, *(usage_event(f"use_{number}", key_id=f"key_{number}") for number in range(3)))
+    await _insert(
+        database, *(usage_event(f"use_{number}", key_id=f"key_{number}") for number in range(3))
+    )
     assert len((await _query(database, group_by=("key",))).rows) == 3
     await _insert(database, usage_event("use_3", key_id="key_3"))
     with pytest.raises(InvalidRequestError, match="too long"):

@@ -33,10 +33,16 @@ ALL = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 
 
 async def _open(
-    database: Database, tmp_path: Path, clock: StandingClock, interval_s: float = 3600.0, journal: Journal | None = None
+    database: Database,
+    tmp_path: Path,
+    clock: StandingClock,
+    interval_s: float = 3600.0,
+    journal: Journal | None = None,
 ) -> UsageLedger:
     journal = journal or await Journal.open(tmp_path / "usage")
-    ledger = UsageLedger(database, journal, clock=clock, monotonic=clock.monotonic, interval_s=interval_s)
+    ledger = UsageLedger(
+        database, journal, clock=clock, monotonic=clock.monotonic, interval_s=interval_s
+    )
     await ledger.start()
     return ledger
 
@@ -45,7 +51,9 @@ async def _open(
 async def other_database(tmp_path: Path, database_url: str | None) -> AsyncIterator[Database]:
     """An empty one of the same kind, for a database that was lost."""
     (tmp_path / "other").mkdir()
-    opened = await Database.open(None if database_url is None else fresh_database(), tmp_path / "other")
+    opened = await Database.open(
+        None if database_url is None else fresh_database(), tmp_path / "other"
+    )
     yield opened
     await opened.close()
 
@@ -222,7 +230,11 @@ async def test_marks_of_running_requests_outlive_the_files_that_held_them(
     assert len(_files(tmp_path)) == 1
     await _die(journal)
     others = {f"use_{number}": ("stop", 20) for number in range(3)}
-    assert await restarted() == {**others, "use_long": ("interrupted", 32), "use_ends": ("stop", 33)}
+    assert await restarted() == {
+        **others,
+        "use_long": ("interrupted", 32),
+        "use_ends": ("stop", 33),
+    }
 
 
 async def test_a_file_that_comes_back_changes_nothing(
@@ -238,7 +250,9 @@ async def test_a_file_that_comes_back_changes_nothing(
         assert await restarted() == {"use_1": ("stop", 2)}
 
 
-@pytest.mark.parametrize("damage", [b"00000000 3 abc\n", encode_line(b"{}"), encode_line(b"not json")])
+@pytest.mark.parametrize(
+    "damage", [b"00000000 3 abc\n", encode_line(b"{}"), encode_line(b"not json")]
+)
 async def test_a_damaged_file_gives_what_it_can_and_is_kept(
     ledger: UsageLedger, journal: Journal, tmp_path: Path, restarted: Restarted, damage: bytes
 ) -> None:
@@ -279,7 +293,9 @@ async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
         with pytest.raises(CapacityError) as caught:
             await ledger.record(usage_event("use_1", completion_tokens=50))
         await ledger.flush()
-        assert _files(tmp_path)[0].stem.endswith("1"), "the mark of a running request has no other place"
+        assert _files(tmp_path)[0].stem.endswith("1"), (
+            "the mark of a running request has no other place"
+        )
     assert caught.value.code == "storage.full"
     expected = {"use_0": ("stop", 20), "use_1": ("interrupted", 32)}
     assert await _stored(database) == expected
@@ -343,7 +359,9 @@ async def test_a_journal_that_cannot_be_read_is_unavailable_and_stays(
     assert list(await _stored(database)) == ["use_1"]
 
 
-async def test_the_lag_is_the_age_of_the_oldest_event_not_moved(ledger: UsageLedger, clock: StandingClock) -> None:
+async def test_the_lag_is_the_age_of_the_oldest_event_not_moved(
+    ledger: UsageLedger, clock: StandingClock
+) -> None:
     assert ledger.lag_s() == 0
     await ledger.record(usage_event("use_1"))
     clock.advance(3)
@@ -386,7 +404,9 @@ async def test_a_failed_move_is_tried_again_whoever_else_fails_meanwhile(
     await ledger.close()
 
 
-async def test_many_flushes_at_once_move_each_event_once(ledger: UsageLedger, database: Database) -> None:
+async def test_many_flushes_at_once_move_each_event_once(
+    ledger: UsageLedger, database: Database
+) -> None:
     async def record_and_flush(number: int) -> None:
         await ledger.record(usage_event(f"use_{number}"))
         await ledger.flush()
@@ -430,15 +450,28 @@ async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLe
     for event in (
         usage_event("use_before", at=NOON - timedelta(microseconds=1), prompt_tokens=1_000_000),
         usage_event("use_first", prompt_tokens=1, cached_tokens=1, completion_tokens=2),
-        usage_event("use_again", at=NOON + hour / 2, prompt_tokens=10, completion_tokens=20, adapter_id=None),
-        usage_event("use_last", at=NOON + 2 * hour, prompt_tokens=100, completion_tokens=200, status="aborted"),
+        usage_event(
+            "use_again", at=NOON + hour / 2, prompt_tokens=10, completion_tokens=20, adapter_id=None
+        ),
+        usage_event(
+            "use_last",
+            at=NOON + 2 * hour,
+            prompt_tokens=100,
+            completion_tokens=200,
+            status="aborted",
+        ),
         usage_event("use_after", at=NOON + 3 * hour, prompt_tokens=1_000_000),
         usage_event("use_other", prompt_tokens=1_000_000, **others),
     ):
         await ledger.record(event)
     for holder in ({"tenant_id": "ten_acme"}, {"key_id": "key_1"}):
         assert await ledger.tokens(holder, NOON, NOON + 3 * hour) == 333
-        assert await ledger.tokens(holder, NOON, NOON + 3 * hour, ["use_again", "use_other", "use_before"]) == 303
+        assert (
+            await ledger.tokens(
+                holder, NOON, NOON + 3 * hour, ["use_again", "use_other", "use_before"]
+            )
+            == 303
+        )
         assert await ledger.tokens(holder, NOON + 5 * hour, NOON + 6 * hour) == 0
     assert await ledger.tokens({"tenant_id": "ten_nobody"}, NOON, NOON + hour) == 0
 
@@ -467,7 +500,11 @@ async def test_closing_before_the_mover_was_started_is_safe(
 
 
 async def test_an_older_backup_gets_what_it_lacks_and_nothing_twice(
-    ledger: UsageLedger, database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
+    ledger: UsageLedger,
+    database: Database,
+    other_database: Database,
+    tmp_path: Path,
+    clock: StandingClock,
 ) -> None:
     """The process died after the move and before the file went; then the database of a while ago was given back."""
     for number in range(3):

@@ -35,10 +35,14 @@ async def _stored(database: Database) -> Stored:
 async def opened(database: Database, tmp_path: Path, clock: StandingClock) -> AsyncIterator[Opened]:
     ledgers: list[UsageLedger] = []
 
-    async def opened(grace_s: float = LONG_S, interval_s: float = LONG_S, folder: str = "usage") -> UsageLedger:
+    async def opened(
+        grace_s: float = LONG_S, interval_s: float = LONG_S, folder: str = "usage"
+    ) -> UsageLedger:
         """A ledger of this folder, as a server that starts opens it."""
         journal = await Journal.open(tmp_path / folder)
-        ledger = UsageLedger(database, journal, clock=clock, monotonic=clock.monotonic, interval_s=interval_s)
+        ledger = UsageLedger(
+            database, journal, clock=clock, monotonic=clock.monotonic, interval_s=interval_s
+        )
         await ledger.start(grace_s)
         ledgers.append(ledger)
         return ledger
@@ -93,14 +97,18 @@ async def test_marks_are_billed_when_the_grace_is_over(opened: Opened, database:
 async def test_within_the_grace_only_ends_are_billed(opened: Opened, database: Database) -> None:
     ledger = await opened()
     for number in range(3):
-        assert await _stored(database) == DONE | {f"use_{each}": ("stop", 20) for each in range(number)}
+        assert await _stored(database) == DONE | {
+            f"use_{each}": ("stop", 20) for each in range(number)
+        }
         await ledger.record(usage_event(f"use_{number}"))
         await ledger.flush()
 
 
 @pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("is_early", [True, False])
-async def test_another_servers_word_counts(opened: Opened, database: Database, is_early: bool) -> None:
+async def test_another_servers_word_counts(
+    opened: Opened, database: Database, is_early: bool
+) -> None:
     """It may come before the server starts again, or within the grace."""
     ledger = None if is_early else await opened(grace_s=0.2, interval_s=0.01)
     async with _witness(opened) as witness:
@@ -113,7 +121,9 @@ async def test_another_servers_word_counts(opened: Opened, database: Database, i
 
 
 @pytest.mark.usefixtures("killed")
-async def test_a_late_word_of_another_server_changes_nothing(opened: Opened, database: Database) -> None:
+async def test_a_late_word_of_another_server_changes_nothing(
+    opened: Opened, database: Database
+) -> None:
     await opened(grace_s=0.0)
     async with _witness(opened) as witness:
         await witness.record(usage_event("use_cut", status="error", completion_tokens=90))
@@ -134,11 +144,15 @@ async def test_an_end_within_the_grace_loses_nothing(
         await (_die(ledger) if ends == "dies" else ledger.close())
         assert "use_cut" not in await _stored(database)
     await opened(grace_s=0.0)
-    assert await _stored(database) == BILLED | {f"use_{number}": ("stop", 20) for number in range(3)}
+    assert await _stored(database) == BILLED | {
+        f"use_{number}": ("stop", 20) for number in range(3)
+    }
 
 
 @pytest.mark.usefixtures("killed")
-async def test_a_death_between_the_bill_and_the_end_of_its_file_bills_once(opened: Opened, database: Database) -> None:
+async def test_a_death_between_the_bill_and_the_end_of_its_file_bills_once(
+    opened: Opened, database: Database
+) -> None:
     ledger = await opened()
     await ledger._bill_later(["use_cut"], 0.0)
     await ledger._bill_unwritten()

@@ -33,7 +33,10 @@ PROGRAM = Path(__file__).parents[2] / "support" / "ledger_under_load.py"
 def _acknowledged_until_killed(data_dir: Path, run: int, events: int, seconds: float) -> set[str]:
     """Kill so many seconds after so many events were acknowledged."""
     command = [sys.executable, str(PROGRAM), str(data_dir), str(run)]
-    env = {**environment(), "PYTHONPATH": str(PROGRAM.parent)}  # PYTHONSAFEPATH keeps a program's folder off the path
+    env = {
+        **environment(),
+        "PYTHONPATH": str(PROGRAM.parent),
+    }  # PYTHONSAFEPATH keeps a program's folder off the path
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -50,7 +53,9 @@ def test_killed_at_any_moment_every_acknowledged_event_counts_exactly_once(tmp_p
     moments = random.Random(7)
     acknowledged: set[str] = set()
     for run in range(KILLS):
-        acknowledged |= _acknowledged_until_killed(tmp_path, run, moments.randrange(100), moments.uniform(0.0, 0.05))
+        acknowledged |= _acknowledged_until_killed(
+            tmp_path, run, moments.randrange(100), moments.uniform(0.0, 0.05)
+        )
     assert len(acknowledged) > 200
     asyncio.run(_check(None, tmp_path, acknowledged))
 

@@ -16,7 +16,15 @@ from sqlalchemy import text
 
 from manylora.errors import InvalidRequestError
 from manylora.registry.db.database import Database
-from manylora.registry.records import GroupBy, RankBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from manylora.registry.records import (
+    GroupBy,
+    RankBy,
+    UsageEvent,
+    UsageQuery,
+    UsageReport,
+    UsageRow,
+    UsageTotals,
+)
 from manylora.registry.usage import query as usage_query
 from manylora.registry.usage import write as usage
 from manylora.registry.usage.buckets import zone_of
@@ -46,7 +54,9 @@ async def _insert(database: Database, *events: UsageEvent) -> None:
         await usage.insert_events(session, events)
 
 
-async def _query(database: Database, prices: PriceTable | None = PRICES, **wanted: Any) -> UsageReport:
+async def _query(
+    database: Database, prices: PriceTable | None = PRICES, **wanted: Any
+) -> UsageReport:
     async with database.read() as session:
         return await usage_query.query(session, replace(DAY, **wanted), prices)
 
@@ -60,7 +70,11 @@ def _cost(event: UsageEvent, prices: PriceTable) -> int:
     )
     price = next(each for each in closest if each is not None)
     computed = event.prompt_tokens - event.cached_tokens
-    cost = computed * price.prompt + event.cached_tokens * price.cached + event.completion_tokens * price.completion
+    cost = (
+        computed * price.prompt
+        + event.cached_tokens * price.cached
+        + event.completion_tokens * price.completion
+    )
     return int(cost * (prices.batch if event.service_class == "batch" else 1))
 
 
@@ -75,8 +89,12 @@ def _counts(query: UsageQuery, event: UsageEvent) -> bool:
         (query.statuses, event.status),
         (query.service_classes, event.service_class),
     )
-    is_own = query.tenant_id in (None, event.tenant_id or "") and query.start <= event.at < query.end
-    is_wanted = not query.adapters or bool({event.adapter or "", f"{event.tenant}/{event.adapter}"} & {*query.adapters})
+    is_own = (
+        query.tenant_id in (None, event.tenant_id or "") and query.start <= event.at < query.end
+    )
+    is_wanted = not query.adapters or bool(
+        {event.adapter or "", f"{event.tenant}/{event.adapter}"} & {*query.adapters}
+    )
     return is_own and is_wanted and all(not wanted or has in wanted for wanted, has in filters)
 
 
@@ -113,7 +131,9 @@ def _ids(query: UsageQuery, event: UsageEvent) -> tuple[Any, ...]:
 
 def _rank(query: UsageQuery, figures: Figures) -> int:
     named = dict(zip(FIGURES, figures, strict=True))
-    return {**named, "total_tokens": named["prompt_tokens"] + named["completion_tokens"]}[query.rank_by]
+    return {**named, "total_tokens": named["prompt_tokens"] + named["completion_tokens"]}[
+        query.rank_by
+    ]
 
 
 def _expected(query: UsageQuery, events: list[UsageEvent]) -> dict[tuple[Any, ...], Figures]:
@@ -122,7 +142,10 @@ def _expected(query: UsageQuery, events: list[UsageEvent]) -> dict[tuple[Any, ..
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: list(NOTHING))
     for event in events:
         tokens = (event.prompt_tokens, event.cached_tokens, event.completion_tokens)
-        for sums in (cells[_begin(query, event.at), _ids(query, event)], groups[_ids(query, event)]):
+        for sums in (
+            cells[_begin(query, event.at), _ids(query, event)],
+            groups[_ids(query, event)],
+        ):
             for index, figure in enumerate((1, *tokens, _cost(event, PRICES))):
                 sums[index] += figure
     by_size = sorted(groups, key=lambda ids: (-_rank(query, tuple(groups[ids])), _stored(ids)))
@@ -136,7 +159,9 @@ def _expected(query: UsageQuery, events: list[UsageEvent]) -> dict[tuple[Any, ..
 
 def _stored(ids: tuple[Any, ...]) -> list[str]:
     """Ids as texts in the order of their columns: of equal groups the database has the smaller ones first."""
-    return [str(each or ("0" if name == "version" else "")) for name, each in zip(IDS, ids, strict=True)]
+    return [
+        str(each or ("0" if name == "version" else "")) for name, each in zip(IDS, ids, strict=True)
+    ]
 
 
 _EVENTS = st.lists(
@@ -152,7 +177,9 @@ _EVENTS = st.lists(
         st.integers(0, 99),
         st.sampled_from([None, "a", "b"]),
         st.sampled_from([None, "x", "y", "z", "b/y"]),
-        at=st.integers(-30 * 3600, 40 * 3600).map(lambda s: NOON + timedelta(seconds=s, microseconds=s % 3)),
+        at=st.integers(-30 * 3600, 40 * 3600).map(
+            lambda s: NOON + timedelta(seconds=s, microseconds=s % 3)
+        ),
         adapter_version=st.sampled_from([None, 1, 2]),
         key_id=st.sampled_from([None, "key_1", "key_2"]),
         status=st.sampled_from(["stop", "length", "error"]),
@@ -164,7 +191,9 @@ _EVENTS = st.lists(
 )
 _QUERIES = st.builds(
     lambda start, length, **fields: UsageQuery(
-        start=NOON + timedelta(seconds=start), end=NOON + timedelta(seconds=start + length), **fields
+        start=NOON + timedelta(seconds=start),
+        end=NOON + timedelta(seconds=start + length),
+        **fields,
     ),
     st.integers(-36 * 3600, 36 * 3600),
     st.integers(1, 72 * 3600),
@@ -186,14 +215,22 @@ _QUERIES = st.builds(
 
 
 @pytest.mark.no_cover
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(batches=st.lists(_EVENTS, max_size=2), query=_QUERIES)
 async def test_any_query_equals_a_plain_count(
     database: Database, batches: list[list[UsageEvent]], query: UsageQuery
 ) -> None:
     events: dict[str, UsageEvent] = {}
     async with database.write() as session:
-        for table in ("usage_events", "usage_rollups", "usage_latency", "usage_adapters", "usage_months"):
+        for table in (
+            "usage_events",
+            "usage_rollups",
+            "usage_latency",
+            "usage_adapters",
+            "usage_months",
+        ):
             await session.execute(text(f"DELETE FROM {table}"))
         for batch in batches:
             await usage.insert_events(session, batch)
@@ -206,13 +243,20 @@ async def test_any_query_equals_a_plain_count(
         while True:
             report = await usage_query.query(session, replace(query, after=after), PRICES)
             rows += report.rows
-            assert list(_figures(report.totals)) == [*map(sum, zip(NOTHING, *expected.values(), strict=True))]
-            assert report.groups == (len({_ids(query, event) for event in counted}) if query.group_by else None)
+            assert list(_figures(report.totals)) == [
+                *map(sum, zip(NOTHING, *expected.values(), strict=True))
+            ]
+            assert report.groups == (
+                len({_ids(query, event) for event in counted}) if query.group_by else None
+            )
             after = report.next
             if after is None:
                 break
     assert await wrong_sums(database) == 0
-    found = {(row.start, tuple(getattr(row, name) for name in IDS), row.other): _figures(row) for row in rows}
+    found = {
+        (row.start, tuple(getattr(row, name) for name in IDS), row.other): _figures(row)
+        for row in rows
+    }
     assert found == expected
     assert len(found) == len(rows)
     assert [row.start for row in rows] == sorted(row.start for row in rows)
@@ -226,19 +270,28 @@ async def test_any_query_equals_a_plain_count(
         assert query.bucket or row.end == query.end
 
 
-async def test_usage_of_a_deleted_adapter_stays_apart_from_its_successor(database: Database) -> None:
+async def test_usage_of_a_deleted_adapter_stays_apart_from_its_successor(
+    database: Database,
+) -> None:
     await _insert(database, usage_event("use_1"), usage_event("use_2", adapter_id="adp_new"))
     report = await _query(database, group_by=("adapter",), adapters=("support",))
     assert [(row.adapter, row.requests) for row in report.rows] == [("acme/support", 1)] * 2
 
 
-async def test_more_rows_than_an_answer_holds_are_refused(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_rows_than_an_answer_holds_are_refused(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(usage_query, "MAX_ROWS", 100)
-    day = [usage_event(f"use_{n}", at=NOON + timedelta(minutes=n // 9), key_id=f"key_{n % 9}") for n in range(108)]
+    day = [
+        usage_event(f"use_{n}", at=NOON + timedelta(minutes=n // 9), key_id=f"key_{n % 9}")
+        for n in range(108)
+    ]
     await _insert(database, *day)
     with pytest.raises(InvalidRequestError, match="wider bucket, a shorter range or a smaller top"):
         await _query(database, bucket="1m", group_by=("key",), top=9)
-    assert len((await _query(database, bucket="1m", group_by=("key",), top=7, limit=1)).rows) == 8 * 12
+    assert (
+        len((await _query(database, bucket="1m", group_by=("key",), top=7, limit=1)).rows) == 8 * 12
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +301,10 @@ async def test_more_rows_than_an_answer_holds_are_refused(database: Database, mo
         ({"adapters": ("a\x00",)}, "adapter"),
         ({"key_ids": ("\ud800",)}, "key"),
         ({"statuses": ("x" * 128,)}, "status"),
-        *(({"after": cursor}, "cursor|after") for cursor in ("garbage", "", "W10=", "WyJ4Il0=", "WzFlOTk5OV0=", "é")),
+        *(
+            ({"after": cursor}, "cursor|after")
+            for cursor in ("garbage", "", "W10=", "WyJ4Il0=", "WzFlOTk5OV0=", "é")
+        ),
         ({"after": "WzEwMDAwMDAwMDAwMDAwMDAwMDAwXQ=="}, "after"),
         ({"after": "WzAsICJhXHUwMDAwIl0=", "group_by": ("key",)}, "NUL"),
         ({"top": 2}, "group_by"),
@@ -256,13 +312,16 @@ async def test_more_rows_than_an_answer_holds_are_refused(database: Database, mo
         ({"top": 2, "group_by": ("key",), "rank_by": "cost", "prices": None}, "no prices"),
     ],
 )
-async def test_a_wrong_query_is_refused(database: Database, wanted: dict[str, Any], told: str) -> None:
+async def test_a_wrong_query_is_refused(
+    database: Database, wanted: dict[str, Any], told: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         await _query(database, **wanted)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Mars/Olympus", "America", "../UTC", "/etc/passwd", "UTC\x00", "x" * 65, "tzdata.zi", "."]
+    "name",
+    ["", "Mars/Olympus", "America", "../UTC", "/etc/passwd", "UTC\x00", "x" * 65, "tzdata.zi", "."],
 )
 def test_a_name_of_no_time_zone_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="tz must "):
@@ -272,7 +331,9 @@ def test_a_name_of_no_time_zone_is_refused(name: str) -> None:
 async def test_a_large_bill_in_a_small_currency_is_exact(database: Database) -> None:
     tokens = {"prompt_tokens": usage.MAX_TOKENS, "cached_tokens": 0, "completion_tokens": 1}
     await _insert(database, *(usage_event(f"use_{number}", **tokens) for number in range(3)))
-    dear = PriceTable(currency="VND", default=Price(prompt=10**10, cached=0, completion=123_456_789))
+    dear = PriceTable(
+        currency="VND", default=Price(prompt=10**10, cached=0, completion=123_456_789)
+    )
     report = await _query(database, dear)
     assert report.totals.cost == 3 * (usage.MAX_TOKENS * 10**10 + 123_456_789)
     assert [row.cost for row in report.rows] == [report.totals.cost]
@@ -280,7 +341,14 @@ async def test_a_large_bill_in_a_small_currency_is_exact(database: Database) -> 
 
 
 def test_a_cost_is_shown_exactly() -> None:
-    shown = {0: "0", UNITS: "1", 10 * UNITS: "10", UNITS // 2: "0.5", 1: "0.0000000001", 3 * UNITS + 20: "3.000000002"}
+    shown = {
+        0: "0",
+        UNITS: "1",
+        10 * UNITS: "10",
+        UNITS // 2: "0.5",
+        1: "0.0000000001",
+        3 * UNITS + 20: "3.000000002",
+    }
     assert {units: in_currency(units) for units in shown} == shown
 
 
@@ -288,8 +356,20 @@ async def test_events_come_one_by_one_in_pages_with_the_same_filters(database: D
     made = [
         usage_event("use_b", at=NOON),
         usage_event("use_a", at=NOON),
-        usage_event("use_c", at=NOON + timedelta(seconds=1), status="error", queue_s=None, adapter_state=None),
-        usage_event("use_d", at=NOON + timedelta(seconds=2), adapter_id=None, adapter=None, adapter_version=None),
+        usage_event(
+            "use_c",
+            at=NOON + timedelta(seconds=1),
+            status="error",
+            queue_s=None,
+            adapter_state=None,
+        ),
+        usage_event(
+            "use_d",
+            at=NOON + timedelta(seconds=2),
+            adapter_id=None,
+            adapter=None,
+            adapter_version=None,
+        ),
     ]
     await _insert(database, *made)
     found: list[UsageEvent] = []
@@ -302,7 +382,9 @@ async def test_events_come_one_by_one_in_pages_with_the_same_filters(database: D
             if after is None:
                 break
         assert found == [made[1], made[0], made[2], made[3]]
-        assert (await usage_query.list_events(session, replace(DAY, statuses=("error",)))).items == (made[2],)
+        assert (
+            await usage_query.list_events(session, replace(DAY, statuses=("error",)))
+        ).items == (made[2],)
         for cursor in ("x", "W10=", "WyJ4IiwieCJd", "\x00"):
             with pytest.raises(InvalidRequestError):
                 await usage_query.list_events(session, replace(DAY, after=cursor))
@@ -325,16 +407,22 @@ TICK, HOUR = timedelta(microseconds=1), timedelta(hours=1)
 
 
 @pytest.mark.parametrize("tz", CHANGES)
-async def test_every_event_is_in_the_row_of_its_hour_and_day_where_clocks_change(database: Database, tz: str) -> None:
+async def test_every_event_is_in_the_row_of_its_hour_and_day_where_clocks_change(
+    database: Database, tz: str
+) -> None:
     change, home = CHANGES[tz], ZoneInfo(tz)
     near = {change + TICK * n for n in (-1, 0, 1)}
-    whole = {change.replace(minute=0) + HOUR * n - TICK * late for n in range(-50, 50) for late in (0, 1)}
+    whole = {
+        change.replace(minute=0) + HOUR * n - TICK * late for n in range(-50, 50) for late in (0, 1)
+    }
     times = sorted(near | whole)
     await _insert(database, *(usage_event(f"use_{n}", at=at) for n, at in enumerate(times)))
     start, end = change - timedelta(hours=47, minutes=11), change + timedelta(hours=44, seconds=7)
     counted = Counter(at for at in times if start <= at < end)
     for bucket in ("1m", "1h", "1d"):
-        rows = (await _query(database, zone=home, bucket=bucket, start=start, end=end, limit=10_000)).rows
+        rows = (
+            await _query(database, zone=home, bucket=bucket, start=start, end=end, limit=10_000)
+        ).rows
         assert sum(row.requests for row in rows) == counted.total(), bucket
         for row, following in zip(rows, [*rows[1:], None], strict=True):
             assert row.requests == sum(row.start <= at < row.end for at in counted)
@@ -342,7 +430,16 @@ async def test_every_event_is_in_the_row_of_its_hour_and_day_where_clocks_change
             if bucket == "1d":
                 day = row.start.astimezone(home).date()
                 assert (row.end - TICK).astimezone(home).date() == day
-                assert (row.start - TICK).astimezone(home).date() < day < row.end.astimezone(home).date()
+                assert (
+                    (row.start - TICK).astimezone(home).date()
+                    < day
+                    < row.end.astimezone(home).date()
+                )
         if bucket == "1h":
-            assert [row.start for row in rows if row.start.astimezone(home).minute] in ([], [change])
-            assert all(row.end - row.start == HOUR for row in rows if change not in (row.start, row.end))
+            assert [row.start for row in rows if row.start.astimezone(home).minute] in (
+                [],
+                [change],
+            )
+            assert all(
+                row.end - row.start == HOUR for row in rows if change not in (row.start, row.end)
+            )

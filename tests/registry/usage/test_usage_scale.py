@@ -53,7 +53,9 @@ def events() -> list[UsageEvent]:
 
 @pytest.fixture(scope="module", params=KINDS)
 async def filled(
-    request: pytest.FixtureRequest, events: list[UsageEvent], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    events: list[UsageEvent],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Database]:
     """A database with the quarter in it."""
     opened = await Database.open(database_of(request.param), tmp_path_factory.mktemp("quarter"))
@@ -75,7 +77,9 @@ async def _plans(session: AsyncSession, query: UsageQuery) -> str:
     connection = await session.connection()
     statements: list[tuple[str, Any]] = []
 
-    def keep(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+    def keep(
+        _connection: object, _cursor: object, statement: str, parameters: Any, *_: object
+    ) -> None:
         statements.append((statement, parameters))
 
     event.listen(connection.sync_connection, "before_cursor_execute", keep)
@@ -91,9 +95,13 @@ async def _plans(session: AsyncSession, query: UsageQuery) -> str:
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-async def test_a_range_of_the_hours_is_read_and_of_the_events_only_by_time(filled: Database, question: str) -> None:
+async def test_a_range_of_the_hours_is_read_and_of_the_events_only_by_time(
+    filled: Database, question: str
+) -> None:
     # A part of the quarter, for a database may well read all of a table where all of it is asked for.
-    part = replace(QUESTIONS[question], start=END - timedelta(days=9), end=END - timedelta(days=2, minutes=3))
+    part = replace(
+        QUESTIONS[question], start=END - timedelta(days=9), end=END - timedelta(days=2, minutes=3)
+    )
     async with filled.read() as session:
         plan = await _plans(session, part)
     if "SEARCH" in plan:  # SQLite
@@ -104,9 +112,20 @@ async def test_a_range_of_the_hours_is_read_and_of_the_events_only_by_time(fille
             "SEARCH usage_events USING INDEX ix_usage_events_at (at>? AND at<?)"
         }
     else:
-        assert len(re.findall(r"(Index|Bitmap).* on pk_usage_rollups|Index Scan using pk_usage_rollups", plan)) == 1
+        assert (
+            len(
+                re.findall(
+                    r"(Index|Bitmap).* on pk_usage_rollups|Index Scan using pk_usage_rollups", plan
+                )
+            )
+            == 1
+        )
         assert "Seq Scan" not in plan
-        assert len(re.findall(r"on usage_events", plan)) == len(re.findall(r"ix_usage_events_at\b", plan)) > 0
+        assert (
+            len(re.findall(r"on usage_events", plan))
+            == len(re.findall(r"ix_usage_events_at\b", plan))
+            > 0
+        )
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -17,7 +17,13 @@ from sqlalchemy import select
 
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.registry.db.database import Database
-from manylora.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
+from manylora.registry.db.models import (
+    UsageAdapterRow,
+    UsageEventRow,
+    UsageLatencyRow,
+    UsageMonthRow,
+    UsageRollupRow,
+)
 from manylora.registry.records import RETRIED, UsageEvent, UsageQuery
 from manylora.registry.registry import Registry
 from manylora.registry.usage import query as usage_query
@@ -33,7 +39,11 @@ BY_KEY = UsageQuery(start=NOON - timedelta(days=2), end=NOON + timedelta(days=2)
 async def test_the_summary_tells_all_use_and_the_last(database: Database) -> None:
     later = NOON + timedelta(hours=30)
     async with database.write() as session:
-        first = [usage_event("use_1", at=later), usage_event("use_2"), usage_event("use_3", adapter_id=None)]
+        first = [
+            usage_event("use_1", at=later),
+            usage_event("use_2"),
+            usage_event("use_3", adapter_id=None),
+        ]
         await usage.insert_events(session, first)
         await usage.insert_events(session, [usage_event("use_4", at=later - timedelta(minutes=1))])
         found = await usage.summary(session, ["adp_support", "adp_unused", ""])
@@ -43,9 +53,13 @@ async def test_the_summary_tells_all_use_and_the_last(database: Database) -> Non
 
 @pytest.mark.parametrize("batches", ["wo", "ow", "w o", "o w", "w o w o", "o o"])
 @pytest.mark.parametrize("status", ["error", RETRIED])
-async def test_an_event_that_overrules_counts_whoever_was_first(database: Database, batches: str, status: str) -> None:
+async def test_an_event_that_overrules_counts_whoever_was_first(
+    database: Database, batches: str, status: str
+) -> None:
     """`o` overrules what `w`, another server, wrote under the same id; a space begins another transaction."""
-    word = usage_event("use_1", at=NOON - timedelta(hours=1), status="aborted", completion_tokens=13)
+    word = usage_event(
+        "use_1", at=NOON - timedelta(hours=1), status="aborted", completion_tokens=13
+    )
     tokens = {
         "prompt_tokens": 10 * (status == "error"),
         "cached_tokens": 0,
@@ -61,7 +75,11 @@ async def test_an_event_that_overrules_counts_whoever_was_first(database: Databa
         (row,) = await session.scalars(select(UsageEventRow).where(UsageEventRow.id == "use_1"))
         assert {name: getattr(row, name) for name in tokens} == tokens
         assert row.status == status
-        for range_ in (BY_KEY, replace(BY_KEY, bucket="1h"), replace(BY_KEY, bucket="1m")):  # sums, both, events
+        for range_ in (
+            BY_KEY,
+            replace(BY_KEY, bucket="1h"),
+            replace(BY_KEY, bucket="1m"),
+        ):  # sums, both, events
             report = await usage_query.query(session, range_)
             assert report.totals.requests == len(set(batches.split())) + (status == "error")
 
@@ -118,22 +136,35 @@ async def _requests(registry: Registry) -> dict[str | None, int]:
     return {row.key_id: row.requests for row in (await registry.usage.query(BY_KEY)).rows}
 
 
-async def test_the_usage_of_keys_is_erased_with_an_audit_and_all_other_stays(registry: Registry) -> None:
+async def test_the_usage_of_keys_is_erased_with_an_audit_and_all_other_stays(
+    registry: Registry,
+) -> None:
     for key_id, count in (("key_1", 7), ("key_2", 5), ("key_3", 4), (None, 3)):
         for event in _events(key_id, count):
             await registry.usage.record(event)
     assert await registry.usage.erase(["key_3", "key_1", "key_3", "key_unheard_of"]) == 11
     async with registry.database.read() as session:
-        for table in (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow, UsageMonthRow):
+        for table in (
+            UsageEventRow,
+            UsageLatencyRow,
+            UsageRollupRow,
+            UsageAdapterRow,
+            UsageMonthRow,
+        ):
             assert set(await session.scalars(select(table.key_id))) == {"key_2", ""}
     assert await _requests(registry) == {None: 3, "key_2": 5}
     assert (await registry.usage.summary(["adp_support"]))["adp_support"].requests == 8
     assert await wrong_sums(registry.database) == 0
-    assert await registry.usage.tokens({"tenant_id": "ten_acme"}, BY_KEY.start, BY_KEY.end) == 8 * 30
+    assert (
+        await registry.usage.tokens({"tenant_id": "ten_acme"}, BY_KEY.start, BY_KEY.end) == 8 * 30
+    )
     assert await registry.usage.erase([]) == 0
     audit = await registry.list_audit()
-    assert [(entry.actor, entry.action, entry.tenant, entry.target, entry.detail) for entry in audit] == [
-        ("admin", "usage.erase", "acme", key_id, {"events": count}) for key_id, count in (("key_3", 4), ("key_1", 7))
+    assert [
+        (entry.actor, entry.action, entry.tenant, entry.target, entry.detail) for entry in audit
+    ] == [
+        ("admin", "usage.erase", "acme", key_id, {"events": count})
+        for key_id, count in (("key_3", 4), ("key_1", 7))
     ]
 
 

@@ -36,14 +36,18 @@ async def api(tmp_path: Path, bucket: str) -> AsyncIterator[Api]:
         await cancel_all(opened.services.removals)
 
 
-async def test_a_refused_upload_leaves_nothing(api: Api, acme: Client, bucket: str, s3: S3Server) -> None:
+async def test_a_refused_upload_leaves_nothing(
+    api: Api, acme: Client, bucket: str, s3: S3Server
+) -> None:
     bad = dataclasses.replace(sound(), config=sound().config.replace(b'"LORA"', b'"IA3"'))
     assert (await upload(acme, "pirate", bad)).status_code == 422
     assert s3.keys(bucket) == []
     assert api.files() == []
 
 
-async def test_pages_are_counted_from_the_header_without_a_copy(api: Api, acme: Client, s3: S3Server) -> None:
+async def test_pages_are_counted_from_the_header_without_a_copy(
+    api: Api, acme: Client, s3: S3Server
+) -> None:
     pages = (await upload(acme, "pirate")).json()["pages"]
     for path in api.files():
         path.unlink()
@@ -122,7 +126,9 @@ def config_of(blob_url: str, folder: Path) -> Config:
     return Config(model=ModelConfig(path="m"), server=server, registry=registry)
 
 
-async def test_a_server_does_not_start_on_a_store_that_refuses_it(bucket: str, s3: S3Server, tmp_path: Path) -> None:
+async def test_a_server_does_not_start_on_a_store_that_refuses_it(
+    bucket: str, s3: S3Server, tmp_path: Path
+) -> None:
     open_blob_store(config_of(f"s3://{bucket}", tmp_path)).probe()
     with pytest.raises(ConfigError, match="NoSuchBucket"):
         open_blob_store(config_of("s3://no-such-bucket", tmp_path))

@@ -29,12 +29,19 @@ async def ask(api: Api, tenant: str = "acme", status: int = 200, **body: Any) ->
 
 
 async def test_stored_adapters_need_what_they_take_on_the_device(api: Api, acme: Client) -> None:
-    made = [(await upload(acme, name, sound(rank=rank))).json() for name, rank in (("small", 4), ("large", 64))]
+    made = [
+        (await upload(acme, name, sound(rank=rank))).json()
+        for name, rank in (("small", 4), ("large", 64))
+    ]
     body = AdapterFitView.model_validate(await ask(api, adapters=["small", "large@1"]))
     needed = sum(one["pages"] for one in made)
     geometry = api.services.ready.geometry
     assert body.fits
-    assert body.pages.model_dump() == {"total": NUM_PAGES, "needed": needed, "left": NUM_PAGES - needed}
+    assert body.pages.model_dump() == {
+        "total": NUM_PAGES,
+        "needed": needed,
+        "left": NUM_PAGES - needed,
+    }
     assert body.slots.model_dump() == {"total": SLOTS, "needed": 2, "left": SLOTS - 2}
     assert body.kv_tokens_left == (NUM_PAGES - needed) // geometry.num_groups * geometry.page_tokens
     shown = [(item.adapter, item.version, item.digest, item.rank) for item in body.adapters]
@@ -49,19 +56,35 @@ async def test_equal_bytes_count_once(api: Api, acme: Client, rival: Client) -> 
     pages = (await upload(acme, "pirate")).json()["pages"]
     await upload(acme, "twin")
     await upload(rival, "corsair")
-    ids = {tenant.name: tenant.id for tenant in (await api.services.registry.tenants.list_tenants()).items}
-    await api.services.registry.grants.grant_adapter(ids["rival"], "corsair", ids["acme"], actor="test")
+    ids = {
+        tenant.name: tenant.id
+        for tenant in (await api.services.registry.tenants.list_tenants()).items
+    }
+    await api.services.registry.grants.grant_adapter(
+        ids["rival"], "corsair", ids["acme"], actor="test"
+    )
     body = await ask(api, adapters=["pirate", "pirate@1", "twin", "rival/corsair"])
     assert (body["pages"]["needed"], body["slots"]["needed"]) == (pages, 1)
-    assert [item["adapter"] for item in body["adapters"]] == ["pirate", "pirate", "twin", "rival/corsair"]
+    assert [item["adapter"] for item in body["adapters"]] == [
+        "pirate",
+        "pirate",
+        "twin",
+        "rival/corsair",
+    ]
 
 
 async def test_adapters_to_come_are_planned_by_the_layout(api: Api) -> None:
     base, geometry = api.services.ready.base, api.services.ready.geometry
-    everywhere = {(layer, module): 16 for layer in range(base.num_layers) for module in range(len(base.modules))}
+    everywhere = {
+        (layer, module): 16
+        for layer in range(base.num_layers)
+        for module in range(len(base.modules))
+    }
     q_and_v = {(layer, module): 8 for layer in range(base.num_layers) for module in (0, 2)}
     few = {"rank": 8, "target_modules": ["v_proj", "q_proj"], "count": 3}
-    body = await ask(api, ranks=[{"rank": 16, "target_modules": "all-linear", "count": 10}, {"rank": 16}, few])
+    body = await ask(
+        api, ranks=[{"rank": 16, "target_modules": "all-linear", "count": 10}, {"rank": 16}, few]
+    )
     large, small = adapter_pages(everywhere, base, geometry), adapter_pages(q_and_v, base, geometry)
     shown = [(item["pages"], item["count"], item["adapter"]) for item in body["adapters"]]
     assert shown == [(large, 10, None), (large, 1, None), (small, 3, None)]
@@ -72,7 +95,9 @@ async def test_adapters_to_come_are_planned_by_the_layout(api: Api) -> None:
 async def test_the_answer_comes_from_the_plan(api: Api, acme: Client) -> None:
     digest = (await upload(acme, "pirate")).json()["digest"]
     before = await ask(api, adapters=["pirate"], ranks=[{"rank": 8, "count": 5}])
-    api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=NUM_PAGES, running=1)]
+    api.engine.residents = [
+        ResidentAdapter(digest=digest, tier="device", pages=NUM_PAGES, running=1)
+    ]
     assert await ask(api, adapters=["pirate"], ranks=[{"rank": 8, "count": 5}]) == before
     api.engine.ready = None
     assert await ask(api, adapters=["pirate"], ranks=[{"rank": 8, "count": 5}]) == before
@@ -80,14 +105,22 @@ async def test_the_answer_comes_from_the_plan(api: Api, acme: Client) -> None:
 
 async def test_unknown_and_foreign_adapters_are_the_same_404(api: Api, rival: Client) -> None:
     await upload(rival, "secret")
-    errors = [await ask(api, status=404, adapters=[name]) for name in ("nothing", "rival/secret", "secret")]
-    assert {(error["code"], error["param"]) for error in errors} == {("model_not_found", "adapters")}
+    errors = [
+        await ask(api, status=404, adapters=[name])
+        for name in ("nothing", "rival/secret", "secret")
+    ]
+    assert {(error["code"], error["param"]) for error in errors} == {
+        ("model_not_found", "adapters")
+    }
     assert (await ask(api, status=404, adapters=["pirate@2"]))["code"] == "model_not_found"
 
 
 async def test_an_admin_asks_for_a_tenant_or_by_full_name(api: Api, acme: Client) -> None:
     await upload(acme, "pirate")
-    for path, name, shown in ((FIT, "acme/pirate", "acme/pirate"), (f"{FIT}?tenant=acme", "pirate", "pirate")):
+    for path, name, shown in (
+        (FIT, "acme/pirate", "acme/pirate"),
+        (f"{FIT}?tenant=acme", "pirate", "pirate"),
+    ):
         body = (await api.admin.post(path, json={"adapters": [name]})).json()
         assert [item["adapter"] for item in body["adapters"]] == [shown]
     assert (await api.admin.post(FIT, json={"adapters": ["pirate"]})).status_code == 404
@@ -117,7 +150,9 @@ async def test_an_admin_asks_for_a_tenant_or_by_full_name(api: Api, acme: Client
         ({"ranks": [{"rank": 8}], "model": "x"}, "model"),
     ],
 )
-async def test_a_wrong_body_is_a_400_that_names_the_field(acme: Client, body: dict[str, Any], param: str) -> None:
+async def test_a_wrong_body_is_a_400_that_names_the_field(
+    acme: Client, body: dict[str, Any], param: str
+) -> None:
     answer = await acme.post(FIT, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     assert "PlannedAdapters" not in answer.text
@@ -138,7 +173,9 @@ def room(pages: int, slots: int = 8) -> Room:
 
 
 def item(pages: int, count: int = 1, digest: str | None = None) -> AdapterFitItem:
-    return AdapterFitItem(rank=8, target_modules=[], pages=pages, waste=0.0, count=count, digest=digest)
+    return AdapterFitItem(
+        rank=8, target_modules=[], pages=pages, waste=0.0, count=count, digest=digest
+    )
 
 
 def test_a_set_fits_as_long_as_one_block_of_kv_cache_does() -> None:
@@ -166,7 +203,12 @@ def test_what_is_left_is_told_in_requests_too() -> None:
 def test_waste_is_what_the_weights_do_not_fill(rank: int) -> None:
     base = demo_ready().base
     planned = planned_item(rank, [], 1, base, room(10))
-    weights = sum(rank * (module.in_features + module.out_features) for module in base.modules) * base.num_layers
+    weights = (
+        sum(rank * (module.in_features + module.out_features) for module in base.modules)
+        * base.num_layers
+    )
     assert planned.target_modules == [path.rsplit(".", 1)[-1] for path in MODULE_PATHS]
-    assert planned.waste == round(1 - weights * 4 / (planned.pages * room(10).geometry.page_bytes), 4)
+    assert planned.waste == round(
+        1 - weights * 4 / (planned.pages * room(10).geometry.page_bytes), 4
+    )
     assert 0 <= planned.waste < 1

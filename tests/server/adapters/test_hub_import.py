@@ -39,7 +39,9 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     made = Hub()
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", lambda _, request: made.answer(request))
+    monkeypatch.setattr(
+        httpx.AsyncHTTPTransport, "handle_async_request", lambda _, request: made.answer(request)
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     return made
@@ -51,7 +53,10 @@ async def ask(api: Api, body: dict[str, str]) -> httpx.Response:
 
 async def test_from_the_hub(api: Api, acme: Client, hub: Hub) -> None:
     files = sound()
-    hub.files = {f"/org/lora/resolve/main/{CONFIG}": files.config, f"/org/lora/resolve/main/{WEIGHTS}": files.weights}
+    hub.files = {
+        f"/org/lora/resolve/main/{CONFIG}": files.config,
+        f"/org/lora/resolve/main/{WEIGHTS}": files.weights,
+    }
     body = {"name": "pirate", "tenant": "acme", "source": "hf://org/lora"}
     made = await ask(api, body)
     assert made.status_code == 201, made.text
@@ -116,7 +121,13 @@ async def test_only_admins_import_and_only_from_there(api: Api, acme: Client, hu
     body = {"name": "a", "source": "hf://org/lora", "tenant": "acme"}
     assert (await acme.post("/v1/adapters:import", json=body)).status_code == 403
     for source in (
-        *("http://127.0.0.1/x", "file:///etc/passwd", "hf://org", "hf://org/a/b", "hf://org/lora@a/b"),
+        *(
+            "http://127.0.0.1/x",
+            "file:///etc/passwd",
+            "hf://org",
+            "hf://org/a/b",
+            "hf://org/lora@a/b",
+        ),
         *("s3://B/x", "s3://models/a\nb", "hf://org/..@x?y"),
     ):
         answer = await ask(api, {**body, "source": source})
@@ -127,7 +138,9 @@ async def test_only_admins_import_and_only_from_there(api: Api, acme: Client, hu
     assert (await ask(api, {**body, "tenant": "none"})).status_code == 404
 
 
-async def test_an_import_without_credentials_says_so(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_import_without_credentials_says_so(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await api.key("acme")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)

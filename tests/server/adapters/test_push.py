@@ -41,11 +41,19 @@ def other_weights(number: int) -> bytes:
 
 
 async def push(
-    client: httpx.AsyncClient, weights: bytes, config: bytes | None = None, name: str = "policy", **params: Any
+    client: httpx.AsyncClient,
+    weights: bytes,
+    config: bytes | None = None,
+    name: str = "policy",
+    **params: Any,
 ) -> httpx.Response:
-    headers = {CONFIG_HEADER: base64.b64encode(sound().config if config is None else config).decode()}
+    headers = {
+        CONFIG_HEADER: base64.b64encode(sound().config if config is None else config).decode()
+    }
     params = {"ephemeral": True, **params}
-    return await client.put(f"/v1/adapters/{name}/versions:push", content=weights, headers=headers, params=params)
+    return await client.put(
+        f"/v1/adapters/{name}/versions:push", content=weights, headers=headers, params=params
+    )
 
 
 async def pushed(client: httpx.AsyncClient, weights: bytes, **params: Any) -> dict[str, Any]:
@@ -60,7 +68,11 @@ async def ask(client: httpx.AsyncClient, model: str = "policy") -> httpx.Respons
 
 async def versions(client: httpx.AsyncClient) -> list[int]:
     answer = await client.get("/v1/adapters/policy/versions")
-    return [version["version"] for version in answer.json()["data"]] if answer.status_code == 200 else []
+    return (
+        [version["version"] for version in answer.json()["data"]]
+        if answer.status_code == 200
+        else []
+    )
 
 
 async def test_a_push_is_in_memory_only_and_answers_at_once(app: Api) -> None:
@@ -252,7 +264,10 @@ async def test_bad_uploads_are_refused_and_leave_nothing(tmp_path: Path) -> None
             if len(upload.config) > MAX_HEAD_BYTES // 2:  # has no room in a head
                 continue
             answer = await push(client, upload.weights, upload.config)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (case.status, case.code), case.name
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                case.status,
+                case.code,
+            ), case.name
             assert (app.services.memory.num_bytes, app.engine.taken) == (0, {})
         assert (app.files(), await versions(client)) == ([], [])
 
@@ -271,7 +286,9 @@ async def test_what_makes_no_sense_is_refused(
     app: Api, headers: dict[str, str], params: dict[str, Any], param: str
 ) -> None:
     client = await app.tenant("acme")
-    answer = await client.put("/v1/adapters/policy/versions:push", content=b"x", headers=headers, params=params)
+    answer = await client.put(
+        "/v1/adapters/policy/versions:push", content=b"x", headers=headers, params=params
+    )
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -290,14 +307,18 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(app: Api) -> No
         await writer.drain()
         await eventually(lambda: app.services.intake.streams)
         writer.close()
-        await eventually(lambda: not app.services.intake.streams and not app.services.memory.num_bytes)
+        await eventually(
+            lambda: not app.services.intake.streams and not app.services.memory.num_bytes
+        )
     assert app.services.memory.digests() == []
 
 
 def saved(folder: Path, weights: bytes | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_bytes(sound().config)
-    (folder / "adapter_model.safetensors").write_bytes(sound().weights if weights is None else weights)
+    (folder / "adapter_model.safetensors").write_bytes(
+        sound().weights if weights is None else weights
+    )
     return folder
 
 
@@ -306,7 +327,9 @@ async def loading(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Api,
     """A client, the app and the folder that it may load from."""
     root = tmp_path / "adapters"
     root.mkdir()
-    async with api(tmp_path / "app", adapter=AdapterConfig(load_roots=f"{root}, {tmp_path / 'none'}")) as app:
+    async with api(
+        tmp_path / "app", adapter=AdapterConfig(load_roots=f"{root}, {tmp_path / 'none'}")
+    ) as app:
         yield await app.tenant("acme"), app, root
 
 
@@ -314,25 +337,35 @@ async def test_loading_as_vllm_does(loading: tuple[httpx.AsyncClient, Api, Path]
     client, app, root = loading
     body = {"lora_name": "policy", "lora_path": str(saved(root / "step-1")), "load_inplace": False}
     loaded = await client.post(LOAD, json=body)
-    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'policy' added successfully.")
+    assert (loaded.status_code, loaded.text) == (
+        200,
+        "Success: LoRA adapter 'policy' added successfully.",
+    )
     first = (await ask(client)).headers["x-manylora-adapter-digest"]
     saved(root / "step-1", other_weights(1))
     assert (await client.post(LOAD, json={**body, "load_inplace": True})).status_code == 200
     assert (await ask(client)).headers["x-manylora-adapter-digest"] != first
     assert await versions(client) == [2]
     unloaded = await client.post(UNLOAD, json={"lora_name": "policy", "lora_int_id": 1})
-    assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'policy' removed successfully.")
+    assert (unloaded.status_code, unloaded.text) == (
+        200,
+        "Success: LoRA adapter 'policy' removed successfully.",
+    )
     assert (await ask(client)).status_code == 404
     assert (await client.post(UNLOAD, json={"lora_name": "policy"})).status_code == 404
     assert app.services.memory.digests() == []
 
 
-async def test_unloading_leaves_what_was_uploaded(loading: tuple[httpx.AsyncClient, Api, Path]) -> None:
+async def test_unloading_leaves_what_was_uploaded(
+    loading: tuple[httpx.AsyncClient, Api, Path],
+) -> None:
     client, _, root = loading
     await pushed(client, other_weights(7), ephemeral=False)
     assert (await client.post(UNLOAD, json={"lora_name": "policy"})).status_code == 404
     saved(root)
-    assert (await client.post(LOAD, json={"lora_name": "policy", "lora_path": str(root)})).status_code == 200
+    assert (
+        await client.post(LOAD, json={"lora_name": "policy", "lora_path": str(root)})
+    ).status_code == 200
     assert (await client.post(UNLOAD, json={"lora_name": "policy"})).status_code == 200
     assert await versions(client) == [1]
 
@@ -371,13 +404,20 @@ async def test_no_path_leads_out_of_the_roots(loading: tuple[httpx.AsyncClient, 
     saved(root / "good")
     for how, path in escapes(root).items():
         refused = await client.post(LOAD, json={"lora_name": "policy", "lora_path": path})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "adapter.path_forbidden"), how
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            403,
+            "adapter.path_forbidden",
+        ), how
     assert app.services.memory.num_bytes == 0
 
 
-async def test_only_plain_files_of_a_bounded_size_are_loaded(loading: tuple[httpx.AsyncClient, Api, Path]) -> None:
+async def test_only_plain_files_of_a_bounded_size_are_loaded(
+    loading: tuple[httpx.AsyncClient, Api, Path],
+) -> None:
     client, app, root = loading
-    pipe, folder, large, config = (saved(root / name) for name in ("pipe", "folder", "large", "config"))
+    pipe, folder, large, config = (
+        saved(root / name) for name in ("pipe", "folder", "large", "config")
+    )
     (pipe / "adapter_model.safetensors").unlink()
     os.mkfifo(pipe / "adapter_model.safetensors")
     (folder / "adapter_model.safetensors").unlink()
@@ -401,11 +441,15 @@ async def test_only_plain_files_of_a_bounded_size_are_loaded(loading: tuple[http
     assert app.services.memory.num_bytes == 0
 
 
-async def test_a_link_that_stays_below_a_root_is_followed(loading: tuple[httpx.AsyncClient, Api, Path]) -> None:
+async def test_a_link_that_stays_below_a_root_is_followed(
+    loading: tuple[httpx.AsyncClient, Api, Path],
+) -> None:
     client, _, root = loading
     saved(root / "step-1")
     (root / "latest").symlink_to("step-1")
-    loaded = await client.post(LOAD, json={"lora_name": "policy", "lora_path": str(root / "latest")})
+    loaded = await client.post(
+        LOAD, json={"lora_name": "policy", "lora_path": str(root / "latest")}
+    )
     assert loaded.status_code == 200, loaded.text
 
 
@@ -416,12 +460,16 @@ async def test_what_is_loaded_is_validated(loading: tuple[httpx.AsyncClient, Api
         folder = saved(root / "bad", upload.weights)
         (folder / "adapter_config.json").write_bytes(upload.config)
         refused = await client.post(LOAD, json={"lora_name": "policy", "lora_path": str(folder)})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (case.status, case.code), case.name
+        assert (refused.status_code, refused.json()["error"]["code"]) == (case.status, case.code), (
+            case.name
+        )
 
 
 async def test_the_name_is_an_adapters(loading: tuple[httpx.AsyncClient, Api, Path]) -> None:
     client, _, root = loading
     body = {"lora_name": "../etc", "lora_path": str(saved(root))}
     assert (await client.post(LOAD, json=body)).json()["error"]["code"] == "adapter.name_invalid"
-    refused = await client.post(LOAD, json={**body, "lora_name": "policy", "is_3d_lora_weight": True})
+    refused = await client.post(
+        LOAD, json={**body, "lora_name": "policy", "is_3d_lora_weight": True}
+    )
     assert refused.status_code == 400

@@ -48,7 +48,11 @@ async def test_a_form_in_pieces_and_its_replay_say_the_same(api: Api, acme: Clie
     error = ErrorView.model_validate_json(refused.content).error
     assert places(refused.json()["error"]) == EXPECTED
     first = error.findings[0]
-    assert (error.code, error.param, error.message) == (first.code, first.param, f"{first.message} {first.hint}")
+    assert (error.code, error.param, error.message) == (
+        first.code,
+        first.param,
+        f"{first.message} {first.hint}",
+    )
     upload_id = await send_all(acme, bad())
     in_pieces = await complete(acme, upload_id)
     assert (in_pieces.status_code, in_pieces.content) == (422, refused.content)
@@ -77,14 +81,18 @@ async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path
         "  2. adapter_config.json: use_dora is True: Manylora does not serve DoRA. (config.feature_unsupported)",
         "     Hint: Retrain with use_dora=false.",
     ]
-    assert lines[5].startswith("  3. adapter_model.safetensors: Tensor base_model.model.lm_head.weight is not allowed")
+    assert lines[5].startswith(
+        "  3. adapter_model.safetensors: Tensor base_model.model.lm_head.weight is not allowed"
+    )
     assert len(lines) == 7
     as_json = await run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL), "--json")
     told = json.loads(as_json.stdout)
     assert (as_json.exit_code, told["valid"], places(told)) == (2, False, EXPECTED)
     async with api.listening() as url:
         pushed = await run("adapter", "push", str(folder), "--url", url, "--key", key)
-        pushed_json = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--json")
+        pushed_json = await run(
+            "adapter", "push", str(folder), "--url", url, "--key", key, "--json"
+        )
     assert (pushed.exit_code, pushed.stderr.splitlines()[1:]) == (2, lines[1:])
     assert (pushed_json.exit_code, json.loads(pushed_json.stdout)) == (2, told)
 
@@ -98,4 +106,8 @@ async def test_the_weights_are_called_as_their_file_is(tmp_path: Path) -> None:
     assert "  1. adapters.safetensors: Tensor evil is not allowed in an adapter." in found.stderr
     (folder / CONFIG).write_bytes(config_bytes().ljust(70_000))
     large = await run("adapter", "validate", str(folder))
-    assert (large.exit_code, "(config.too_large)" in large.stderr, "Hint: " in large.stderr) == (2, True, True)
+    assert (large.exit_code, "(config.too_large)" in large.stderr, "Hint: " in large.stderr) == (
+        2,
+        True,
+        True,
+    )

@@ -37,14 +37,25 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
 
 
 def staged(api: Api) -> list[Path]:
-    return sorted(path for path in (api.services.config.server.data_dir / "uploads").rglob("*") if path.is_file())
+    return sorted(
+        path
+        for path in (api.services.config.server.data_dir / "uploads").rglob("*")
+        if path.is_file()
+    )
 
 
-async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(api: Api, acme: Client, rival: Client) -> None:
+async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(
+    api: Api, acme: Client, rival: Client
+) -> None:
     made = await announce(acme, GOOD, description="arr")
     assert made.status_code == 201, made.text
     view = UploadView.model_validate_json(made.content)
-    assert (view.name, view.tenant, view.state, view.missing) == ("pirate", "acme", "uploading", [CONFIG, WEIGHTS])
+    assert (view.name, view.tenant, view.state, view.missing) == (
+        "pirate",
+        "acme",
+        "uploading",
+        [CONFIG, WEIGHTS],
+    )
     assert code(await complete(acme, view.id)) == (409, "upload.incomplete")
     assert (await put(acme, view.id, CONFIG, GOOD.config)).json()["missing"] == [WEIGHTS]
     half = len(GOOD.weights) // 2
@@ -61,7 +72,12 @@ async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(api: Api, 
     done = await complete(acme, view.id)
     assert done.status_code == 201, done.text
     body = AdapterView.model_validate_json(done.content)
-    assert (body.name, body.version, body.description, body.aliases) == ("pirate", 1, "arr", {"default": 1})
+    assert (body.name, body.version, body.description, body.aliases) == (
+        "pirate",
+        1,
+        "arr",
+        {"default": 1},
+    )
     twice = await complete(acme, view.id)
     assert (twice.status_code, twice.content) == (200, done.content)
     shown = UploadView.model_validate((await acme.get(f"/v1/uploads/{view.id}")).json())
@@ -79,7 +95,12 @@ async def begin_to_send(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send so many bytes of the weights, and leave the request open."""
     reader, writer = await connect(url)
-    head = head_of("PUT", f"/v1/uploads/{upload_id}/files/{WEIGHTS}", key, Content_Length=str(len(GOOD.weights)))
+    head = head_of(
+        "PUT",
+        f"/v1/uploads/{upload_id}/files/{WEIGHTS}",
+        key,
+        Content_Length=str(len(GOOD.weights)),
+    )
     writer.write(head + GOOD.weights[:num_bytes])
     await writer.drain()
     await eventually(api.services.intake.streams.total)
@@ -106,7 +127,10 @@ async def test_wrong_pieces_are_refused(acme: Client) -> None:
     for given in ("bytes 0-1", "bytes 5-4/9", *other_sizes, "lines 0-1/2", "x" * 99):
         answer = await acme.put(path, content=b"xy", headers={"content-range": given})
         assert code(answer) == (400, "invalid_value"), given
-    assert code(await put(acme, upload_id, WEIGHTS, GOOD.weights + b"x")) == (413, "upload.too_large")
+    assert code(await put(acme, upload_id, WEIGHTS, GOOD.weights + b"x")) == (
+        413,
+        "upload.too_large",
+    )
     assert code(await put(acme, upload_id, "other.bin", b"x")) == (404, "not_found")
 
     async def chunked() -> AsyncIterator[bytes]:
@@ -165,7 +189,9 @@ async def test_the_form_may_announce_a_digest_too(api: Api, acme: Client) -> Non
     assert (await upload(acme, "a", sha256=digest)).status_code == 200
 
 
-async def test_a_digest_alone_gives_nobody_the_weights(api: Api, acme: Client, rival: Client) -> None:
+async def test_a_digest_alone_gives_nobody_the_weights(
+    api: Api, acme: Client, rival: Client
+) -> None:
     assert (await upload(acme, "pirate")).status_code == 201
     loud = sound(alpha=8)
     assert loud.weights == GOOD.weights
@@ -177,7 +203,9 @@ async def test_a_digest_alone_gives_nobody_the_weights(api: Api, acme: Client, r
     assert len(api.files()) == 1
 
 
-async def test_another_tenants_upload_looks_like_none(api: Api, acme: Client, rival: Client) -> None:
+async def test_another_tenants_upload_looks_like_none(
+    api: Api, acme: Client, rival: Client
+) -> None:
     upload_id = await send_all(acme, GOOD)
     with api.services.intake.writing(upload_id, CONFIG, WEIGHTS):
         for method, path in (
@@ -199,7 +227,10 @@ async def test_another_tenants_upload_looks_like_none(api: Api, acme: Client, ri
 
 
 async def test_nobody_writes_beside_another(api: Api, acme: Client) -> None:
-    upload_id, tenant_id = await send_all(acme, GOOD), (await api.services.registry.tenants.get_tenant("acme")).id
+    upload_id, tenant_id = (
+        await send_all(acme, GOOD),
+        (await api.services.registry.tenants.get_tenant("acme")).id,
+    )
     with api.services.intake.writing(upload_id, WEIGHTS):
         for answer in (
             await put(acme, upload_id, WEIGHTS, GOOD.weights),
@@ -218,7 +249,9 @@ async def test_nobody_writes_beside_another(api: Api, acme: Client) -> None:
     assert (await complete(acme, upload_id)).status_code == 200
 
 
-async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_writes(api: Api, acme: Client) -> None:
+async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_writes(
+    api: Api, acme: Client
+) -> None:
     deleted, old, ready = [await send_all(acme, GOOD, name) for name in ("a", "b", "c")]
     assert (await complete(acme, ready)).status_code == 201
     assert (await acme.delete(f"/v1/uploads/{deleted}")).status_code == 204
@@ -228,7 +261,15 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_wr
     stray = api.services.config.server.data_dir / "uploads" / ("upl_" + "a" * 26)
     stray.mkdir()
     (stray / WEIGHTS).write_bytes(b"x")
-    swept = {"uploads": 0, "answers": 0, "batches": 0, "files": 0, "staged": 1, "temporary": 0, "blobs": 0}
+    swept = {
+        "uploads": 0,
+        "answers": 0,
+        "batches": 0,
+        "files": 0,
+        "staged": 1,
+        "temporary": 0,
+        "blobs": 0,
+    }
     assert await sweeper.sweep() == {**swept, "weights": 0}
     api.ahead = timedelta(hours=25)
     assert (await acme.get(f"/v1/uploads/{old}")).status_code == 404
@@ -241,7 +282,9 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_wr
     assert len(api.files()) == 1
 
 
-async def test_a_full_disk_keeps_what_was_received(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_keeps_what_was_received(
+    acme: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload_id, size = (await announce(acme, GOOD)).json()["id"], len(GOOD.weights)
     await put(acme, upload_id, WEIGHTS, GOOD.weights[:1000], 0, size)
 
@@ -266,7 +309,9 @@ async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api, acme: Client
     assert api.services.staged.sizes(upload_id)[WEIGHTS] == 1000
 
 
-async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_sweeper_runs_by_itself_and_ends_cleanly(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(removal, "SWEEP_S", 0.01)
     blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
     sweeping = await Sweeper(api.services).start()
@@ -303,10 +348,14 @@ async def test_a_file_that_stalls_is_given_up_and_kept(tmp_path: Path) -> None:
 
         answer = await client.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=stalling())
         assert code(answer) == (408, "upload.timeout")
-        assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
+        assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS][
+            "received"
+        ] == 1000
 
 
-async def test_a_tenant_has_so_many_uploads_open(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenant_has_so_many_uploads_open(
+    acme: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("manylora.registry.uploads.MAX_OPEN", 2)
     first = await send_all(acme, GOOD, "a")
     second = (await announce(acme, GOOD, "b")).json()["id"]
@@ -323,10 +372,15 @@ async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
     api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_id = await send_all(acme, GOOD)
-    owner, validate = await api.services.registry.tenants.get_tenant("acme"), api.services.validator.validate
+    owner, validate = (
+        await api.services.registry.tenants.get_tenant("acme"),
+        api.services.validator.validate,
+    )
 
     async def validate_while_another_rejects(*arguments: Any) -> VersionFacts:
-        await api.services.registry.uploads.reject(owner.id, upload_id, {"code": "adapter_invalid", "message": "no"})
+        await api.services.registry.uploads.reject(
+            owner.id, upload_id, {"code": "adapter_invalid", "message": "no"}
+        )
         return await validate(*arguments)
 
     monkeypatch.setattr(api.services.validator, "validate", validate_while_another_rejects)

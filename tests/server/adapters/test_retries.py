@@ -34,7 +34,9 @@ def key(name: str) -> dict[str, str]:
     return {"idempotency-key": name}
 
 
-async def send(client: Client, name: str, retry: str, files: Upload | None = None, **fields: str) -> Any:
+async def send(
+    client: Client, name: str, retry: str, files: Upload | None = None, **fields: str
+) -> Any:
     made = files or sound()
     return await client.post(
         "/v1/adapters",
@@ -44,7 +46,9 @@ async def send(client: Client, name: str, retry: str, files: Upload | None = Non
     )
 
 
-async def test_a_repeated_upload_is_answered_as_it_was(api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_repeated_upload_is_answered_as_it_was(
+    api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checks = AsyncMock(wraps=api.services.validator.validate)
     monkeypatch.setattr(api.services.validator, "validate", checks)
     first = await send(acme, "pirate", "k 1!")
@@ -63,7 +67,9 @@ async def test_a_repeated_upload_is_answered_as_it_was(api: Api, acme: Client, m
     assert api.files() == []
 
 
-async def test_a_key_stands_for_one_request_of_one_tenant(api: Api, acme: Client, rival: Client) -> None:
+async def test_a_key_stands_for_one_request_of_one_tenant(
+    api: Api, acme: Client, rival: Client
+) -> None:
     assert (await send(acme, "a", "k")).status_code == 201
     others: list[dict[str, Any]] = [{"name": "b"}, {"description": ""}, {"activate": "false"}]
     for fields in (*others, {"files": sound(alpha=8)}, {"files": sound(rank=16)}):
@@ -82,7 +88,9 @@ async def test_a_refusal_is_not_kept(acme: Client) -> None:
     assert (await send(acme, "a", "k")).status_code == 201
 
 
-async def test_while_the_first_is_in_progress_the_second_waits(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_the_first_is_in_progress_the_second_waits(
+    acme: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started, go = asyncio.Event(), asyncio.Event()
     run = AdapterValidator.validate
 
@@ -107,7 +115,9 @@ async def test_while_the_first_is_in_progress_the_second_waits(acme: Client, mon
 async def test_a_key_is_short_and_printable(acme: Client, bad: str) -> None:
     headers = [(b"idempotency-key", bad.encode("latin-1"))]
     assert code(await announce(acme, sound(), headers=headers)) == (400, "idempotency.key_invalid")
-    twice = await acme.post("/v1/uploads", json={}, headers=[("idempotency-key", "a"), ("idempotency-key", "b")])
+    twice = await acme.post(
+        "/v1/uploads", json={}, headers=[("idempotency-key", "a"), ("idempotency-key", "b")]
+    )
     assert code(twice) == (400, "idempotency.key_invalid")
     assert (await announce(acme, sound(), headers=key("~" * 255))).status_code == 201
 
@@ -118,8 +128,15 @@ async def test_uploads_in_pieces_are_announced_and_completed_once(acme: Client) 
     assert (first.status_code, first.content) == (again.status_code, again.content)
     assert len((await acme.get("/v1/uploads")).json()["data"]) == 1
     upload_id = await send_all(acme, files, "q")
-    done, twice = await complete(acme, upload_id, **key("c")), await complete(acme, upload_id, **key("c"))
-    assert (done.status_code, done.content) == (twice.status_code, twice.content) == (201, done.content)
+    done, twice = (
+        await complete(acme, upload_id, **key("c")),
+        await complete(acme, upload_id, **key("c")),
+    )
+    assert (
+        (done.status_code, done.content)
+        == (twice.status_code, twice.content)
+        == (201, done.content)
+    )
     assert twice.headers["idempotent-replayed"] == "true"
     other = (await announce(acme, files, "r")).json()["id"]
     assert code(await complete(acme, other, **key("c"))) == (422, "idempotency.key_reused")
@@ -138,11 +155,16 @@ async def test_answers_are_kept_for_a_day(api: Api, acme: Client) -> None:
     assert (await Sweeper(api.services).sweep())["answers"] == 0
 
 
-async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, database_url: str | None) -> None:
+async def test_of_two_servers_one_makes_the_change(
+    api: Api, tmp_path: Path, database_url: str | None
+) -> None:
     """Two registries over one database: the loser gets the winner's answer, and nothing of its own stays."""
     await api.key("acme")
     tenant = await api.services.registry.tenants.get_tenant("acme")
-    url = database_url or f"sqlite:///{api.services.config.server.data_dir.absolute() / 'registry.sqlite'}"
+    url = (
+        database_url
+        or f"sqlite:///{api.services.config.server.data_dir.absolute() / 'registry.sqlite'}"
+    )
     other = await Registry.open(url, tmp_path / "other", ADMIN_KEY, pepper="p" * 16)
     retry = Retry(key="k", body_digest=body_digest("same"))
 
@@ -159,14 +181,20 @@ async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, dat
         racing = enumerate([api.services.registry, other] * 10)
         numbers = await asyncio.gather(*(publish(registry, number) for number, registry in racing))
         assert len(set(numbers)) == 1
-        assert await other.uploads.answered(tenant.id, retry) == Answer(status=201, body={"number": numbers[0]})
+        assert await other.uploads.answered(tenant.id, retry) == Answer(
+            status=201, body={"number": numbers[0]}
+        )
         assert len(await other.adapters.list_versions(tenant.id, "pirate")) == 1
-        published = [entry for entry in await other.list_audit() if entry.action == "adapter.publish"]
+        published = [
+            entry for entry in await other.list_audit() if entry.action == "adapter.publish"
+        ]
         assert len(published) == 1
         announced = {WEIGHTS: FileFacts(size=1, sha256="")}
         draft = UploadDraft(name="p", description=None, activate=True, files=announced)
         with pytest.raises(AnsweredBeforeError):
-            await other.uploads.create(tenant.id, draft, None, retry, lambda _: Answer(status=201, body={}))
+            await other.uploads.create(
+                tenant.id, draft, None, retry, lambda _: Answer(status=201, body={})
+            )
         assert (await other.uploads.list(tenant.id, None, 10)).items == ()
     finally:
         await other.close()
@@ -174,7 +202,17 @@ async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, dat
 
 def test_the_digest_tells_parts_apart() -> None:
     cases: list[tuple[str | bytes | bool | None, ...]] = [
-        *(("ab", "c"), ("a", "bc"), ("abc",), ("1:a", "b"), (b"\xff",), (), ("",), ("", ""), (None,)),
+        *(
+            ("ab", "c"),
+            ("a", "bc"),
+            ("abc",),
+            ("1:a", "b"),
+            (b"\xff",),
+            (),
+            ("",),
+            ("", ""),
+            (None,),
+        ),
         *(("abc", second) for second in ("", None, True, False, "True;")),
     ]
     assert len({body_digest(*parts) for parts in cases}) == len(cases)

@@ -38,7 +38,13 @@ PUBLISHING = (
     "before naming",
     "before answer",
 )
-ONE_FORM = ("before temporary bytes", "after temporary bytes", "before blob", "after blob", "before answer")
+ONE_FORM = (
+    "before temporary bytes",
+    "after temporary bytes",
+    "before blob",
+    "after blob",
+    "before answer",
+)
 """Publishing is the same as that of pieces: only its begin and its end are tried again."""
 IN_PIECES = (
     "before announcement",
@@ -86,10 +92,16 @@ def check_nothing_is_half(data_dir: Path) -> None:
         adapters = {row[0] for row in database.execute("SELECT id FROM adapters")}
         versions = list(database.execute("SELECT adapter_id, weights_sha256 FROM adapter_versions"))
         aliases = list(database.execute("SELECT adapter_id FROM adapter_aliases"))
-        audited = database.execute("SELECT count(*) FROM audit_log WHERE action = 'adapter.publish'").fetchone()[0]
+        audited = database.execute(
+            "SELECT count(*) FROM audit_log WHERE action = 'adapter.publish'"
+        ).fetchone()[0]
         ready = database.execute("SELECT count(*) FROM uploads WHERE state = 'ready'").fetchone()[0]
-        ended = database.execute("SELECT count(*) FROM idempotency_keys WHERE key LIKE 'end-%'").fetchone()[0]
-        open_ids = {row[0] for row in database.execute("SELECT id FROM uploads WHERE state = 'uploading'")}
+        ended = database.execute(
+            "SELECT count(*) FROM idempotency_keys WHERE key LIKE 'end-%'"
+        ).fetchone()[0]
+        open_ids = {
+            row[0] for row in database.execute("SELECT id FROM uploads WHERE state = 'uploading'")
+        }
     assert adapters == {adapter for adapter, _ in versions}
     assert len(versions) == len(aliases) == len(adapters) == audited
     assert ready == ended
@@ -105,7 +117,15 @@ class Nursery:
     def __init__(self, root: Path) -> None:
         self.where, self._log, self.data_dir = root / "where", root / "server.log", root / "data"
         self._log.touch()
-        arguments = ("serve", "--model", str(DEMO_MODEL), "--port", "0", "--data-dir", str(self.data_dir))
+        arguments = (
+            "serve",
+            "--model",
+            str(DEMO_MODEL),
+            "--port",
+            "0",
+            "--data-dir",
+            str(self.data_dir),
+        )
         self._line = json.dumps(arguments) + "\n"
         env = {
             **environment(),
@@ -165,7 +185,9 @@ def nursery(tmp_path: Path) -> Iterator[Nursery]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("send", "points"), [(in_one_form, ONE_FORM), (in_pieces, IN_PIECES)])
 def test_a_crash_at_each_step(
-    nursery: Nursery, send: Callable[[httpx.Client, str, Upload], dict[str, Any]], points: tuple[str, ...]
+    nursery: Nursery,
+    send: Callable[[httpx.Client, str, Upload], dict[str, Any]],
+    points: tuple[str, ...],
 ) -> None:
     nursery.start()
     with nursery.client(ADMIN_KEY) as admin:
@@ -174,7 +196,10 @@ def test_a_crash_at_each_step(
     expected: set[str] = set()
     for number, point in enumerate(points):
         nursery.where.write_text(point)
-        name, files = f"a{number}", sound(alpha=number + 1, rank=8 * (1 + number % 8))  # each its own digest
+        name, files = (
+            f"a{number}",
+            sound(alpha=number + 1, rank=8 * (1 + number % 8)),
+        )  # each its own digest
         with nursery.client(key) as client, pytest.raises(httpx.TransportError):
             send(client, name, files)
         assert nursery.status() == -9

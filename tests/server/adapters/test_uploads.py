@@ -53,7 +53,10 @@ async def test_an_upload_is_there_for_the_next_request(acme: Client) -> None:
 
 
 async def test_patterns_of_peft_and_ranks_that_no_module_has_are_taken(acme: Client) -> None:
-    patterns = {"rank_pattern": {r"^model\.layers\..*": 8}, "alpha_pattern": {"(q|k)_proj": 4, "v_proj": 16}}
+    patterns = {
+        "rank_pattern": {r"^model\.layers\..*": 8},
+        "alpha_pattern": {"(q|k)_proj": 4, "v_proj": 16},
+    }
     for name, config in (
         ("regex", config_bytes(r=200, **patterns)),
         ("no-rank", config_bytes(r=None)),
@@ -61,22 +64,41 @@ async def test_patterns_of_peft_and_ranks_that_no_module_has_are_taken(acme: Cli
     ):
         weights = (sound_mlx() if name == "mlx" else sound()).weights
         answer = await upload(acme, name, Upload(config, weights))
-        assert (answer.status_code, answer.json()["rank"]) == (201, 6 if name == "mlx" else 8), answer.text
+        assert (answer.status_code, answer.json()["rank"]) == (201, 6 if name == "mlx" else 8), (
+            answer.text
+        )
         assert (await ask(acme, model=name)).status_code == 200
-    answer = await upload(acme, "not-linear", Upload(config_bytes(rank_pattern={r"(q)\1": 8}), sound().weights))
-    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "config.pattern_unsupported")
+    answer = await upload(
+        acme, "not-linear", Upload(config_bytes(rank_pattern={r"(q)\1": 8}), sound().weights)
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        422,
+        "config.pattern_unsupported",
+    )
     assert "reference back" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     ("written", "shown"),
-    [("0.21.2", "0.21.2"), ("0.99.0.dev0@abc", "0.99.0.dev0@abc"), ("<b>", None), ("1" * 65, None), (None, None)],
+    [
+        ("0.21.2", "0.21.2"),
+        ("0.99.0.dev0@abc", "0.99.0.dev0@abc"),
+        ("<b>", None),
+        ("1" * 65, None),
+        (None, None),
+    ],
 )
-async def test_a_version_says_which_peft_saved_it(acme: Client, written: str | None, shown: str | None) -> None:
-    answer = await upload(acme, "pirate", Upload(config_bytes(peft_version=written), sound().weights))
+async def test_a_version_says_which_peft_saved_it(
+    acme: Client, written: str | None, shown: str | None
+) -> None:
+    answer = await upload(
+        acme, "pirate", Upload(config_bytes(peft_version=written), sound().weights)
+    )
     assert answer.status_code == 201, answer.text
     assert answer.json()["peft_version"] == shown
-    (version,) = VersionList.model_validate((await acme.get("/v1/adapters/pirate/versions")).json()).data
+    (version,) = VersionList.model_validate(
+        (await acme.get("/v1/adapters/pirate/versions")).json()
+    ).data
     assert version.peft_version == shown
 
 
@@ -88,9 +110,14 @@ async def test_what_the_check_noticed_is_shown_with_the_version(acme: Client) ->
     again = await upload(acme, "pirate", sound_mlx(model=f"somewhere/{BASE}"))
     assert (again.status_code, again.json()) == (200, mlx.json())
     body = AdapterView.model_validate((await acme.get("/v1/adapters/pirate")).json())
-    assert (body.rank, body.report) == (6, ReportView(dtype=["F32"], layout="mlx", renamed=0, warnings=[]))
+    assert (body.rank, body.report) == (
+        6,
+        ReportView(dtype=["F32"], layout="mlx", renamed=0, warnings=[]),
+    )
     assert body.pages is not None
-    second, first = VersionList.model_validate((await acme.get("/v1/adapters/pirate/versions")).json()).data
+    second, first = VersionList.model_validate(
+        (await acme.get("/v1/adapters/pirate/versions")).json()
+    ).data
     assert second.report == body.report
     assert first.report is not None
     (warning,) = first.report.warnings
@@ -107,7 +134,10 @@ async def test_a_version_is_chosen_by_number_alias_and_digest(acme: Client) -> N
     expected = {"pirate": 1, "acme/pirate": 1, "pirate@2": 2, "pirate@prod": 2, **digests}
     for name, version in expected.items():
         answer = await ask(acme, model=name)
-        assert (answer.headers["x-manylora-adapter"], answer.json()["model"]) == (f"acme/pirate@{version}", name)
+        assert (answer.headers["x-manylora-adapter"], answer.json()["model"]) == (
+            f"acme/pirate@{version}",
+            name,
+        )
     await acme.patch("/v1/adapters/pirate", json={"aliases": {"default": 2, "prod": None}})
     assert (await ask(acme, model="pirate")).headers["x-manylora-adapter"] == "acme/pirate@2"
     assert (await ask(acme, model="pirate@prod")).status_code == 404
@@ -120,12 +150,21 @@ async def test_no_upload_ends_a_canary_split(api: Api, acme: Client) -> None:
     split = {"default": {"1": 95, "2": 5}}
     await acme.patch("/v1/adapters/pirate", json={"aliases": split})
     for attempt in (
-        *(upload(acme, "pirate"), upload(acme, "pirate", sound(4)), announce(acme, sound(4)), complete(acme, begun)),
+        *(
+            upload(acme, "pirate"),
+            upload(acme, "pirate", sound(4)),
+            announce(acme, sound(4)),
+            complete(acme, begun),
+        ),
     ):
         assert code(await attempt) == (409, "upload.ends_split")
     assert (await acme.get("/v1/adapters/pirate")).json()["aliases"] == split
     beside = await upload(acme, "pirate", sound(4), activate="false")
-    assert (beside.status_code, beside.json()["version"], beside.json()["aliases"]) == (201, 3, split)
+    assert (beside.status_code, beside.json()["version"], beside.json()["aliases"]) == (
+        201,
+        3,
+        split,
+    )
     await acme.patch("/v1/adapters/pirate", json={"aliases": {"default": 3}})
     assert (await complete(acme, begun)).json()["aliases"] == {"default": 3}
     assert len(api.files()) == 1
@@ -145,7 +184,10 @@ async def test_adapter_id_goes_with_the_base_or_agrees(acme: Client) -> None:
         answer = await ask(acme, **fields)
         assert answer.status_code == status, fields
         if status == 200:
-            assert (answer.headers["x-manylora-adapter"], answer.json()["model"]) == ("acme/pirate@1", "pirate")
+            assert (answer.headers["x-manylora-adapter"], answer.json()["model"]) == (
+                "acme/pirate@1",
+                "pirate",
+            )
     near = await ask(acme, model="pirat")
     assert code(near) == (404, "model_not_found")
     assert "`pirate`" in near.json()["error"]["message"]
@@ -193,9 +235,15 @@ async def test_the_admin_uploads_for_a_tenant(api: Api, rival: Client) -> None:
 
 async def test_residency_is_what_the_engine_says(api: Api, acme: Client) -> None:
     digest = (await upload(acme, "pirate")).json()["digest"]
-    tiers: dict[Literal["device", "host", "loading"], str] = {"device": "device", "host": "host", "loading": "host"}
+    tiers: dict[Literal["device", "host", "loading"], str] = {
+        "device": "device",
+        "host": "host",
+        "loading": "host",
+    }
     for tier, shown in tiers.items():
-        api.engine.residents = [ResidentAdapter(digest=digest, tier=tier, pages=1, running=0, load_p95_s=0.25)]
+        api.engine.residents = [
+            ResidentAdapter(digest=digest, tier=tier, pages=1, running=0, load_p95_s=0.25)
+        ]
         assert (await acme.get("/v1/adapters/pirate")).json()["residency"] == shown
     assert (await acme.get("/v1/adapters/pirate")).json()["load_p95_s"] == 0.25
     assert [one["load_p95_s"] for one in (await acme.get("/v1/adapters")).json()["data"]] == [0.25]
@@ -203,7 +251,9 @@ async def test_residency_is_what_the_engine_says(api: Api, acme: Client) -> None
     assert (await acme.get("/v1/adapters/pirate")).json()["residency"] == "stored"
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", "é", "a" * 300, "UPPER", "", "a..b", "-a", BASE, "a\x00b"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", ".", "..", "é", "a" * 300, "UPPER", "", "a..b", "-a", BASE, "a\x00b"]
+)
 async def test_a_bad_name_is_refused(api: Api, acme: Client, name: str) -> None:
     answer = await upload(acme, name)
     assert answer.status_code == 422
@@ -252,7 +302,9 @@ async def test_a_client_that_drops_leaves_nothing(api: Api, url: str) -> None:
     await eventually(lambda: not api.files())
 
 
-async def test_many_identical_uploads_at_once_make_one_version(api: Api, acme: Client, url: str) -> None:
+async def test_many_identical_uploads_at_once_make_one_version(
+    api: Api, acme: Client, url: str
+) -> None:
     files = sound()
     async with new_client(await api.key("acme"), url) as client:
         client.timeout = 120

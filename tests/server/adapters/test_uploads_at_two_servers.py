@@ -34,12 +34,16 @@ UPLOAD = "upl_" + "0" * 26
 class Two:
     """Two servers, a client of each for the same tenant, and what lies staged."""
 
-    def __init__(self, apis: tuple[Api, Api], clients: tuple[Client, Client], place: Path | str, s3: S3Server) -> None:
+    def __init__(
+        self, apis: tuple[Api, Api], clients: tuple[Client, Client], place: Path | str, s3: S3Server
+    ) -> None:
         self.apis, self.clients, self._place, self._s3 = apis, clients, place, s3
 
     def staged(self) -> list[str]:
         if isinstance(self._place, Path):
-            return sorted(str(path) for path in (self._place / "uploads").rglob("*") if path.is_file())
+            return sorted(
+                str(path) for path in (self._place / "uploads").rglob("*") if path.is_file()
+            )
         return [key for key in self._s3.keys(self._place) if "/uploads/" in key]
 
     async def received(self, upload_id: str, server: int) -> int:
@@ -58,7 +62,9 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-async def two(tmp_path: Path, place: Path | str, database_url: str, s3: S3Server) -> AsyncIterator[Two]:
+async def two(
+    tmp_path: Path, place: Path | str, database_url: str, s3: S3Server
+) -> AsyncIterator[Two]:
     blob_url = str(place) if isinstance(place, Path) else f"s3://{place}/manylora"
 
     for name in ("a", "b"):
@@ -78,7 +84,10 @@ async def test_an_upload_goes_on_at_another_server_and_ends_at_the_first(two: Tw
     await put(one, upload_id, CONFIG, GOOD.config)
     first = await put(one, upload_id, WEIGHTS, GOOD.weights[:HALF], 0, SIZE)
     assert first.json()["files"][WEIGHTS]["received"] == await two.received(upload_id, 1) == HALF
-    assert code(await put(other, upload_id, WEIGHTS, GOOD.weights[:HALF], 0, SIZE)) == (409, "upload.offset_mismatch")
+    assert code(await put(other, upload_id, WEIGHTS, GOOD.weights[:HALF], 0, SIZE)) == (
+        409,
+        "upload.offset_mismatch",
+    )
     assert code(await complete(other, upload_id)) == (409, "upload.incomplete")
     rest = await put(other, upload_id, WEIGHTS, GOOD.weights[HALF:], HALF, SIZE)
     assert rest.json()["missing"] == []
@@ -105,7 +114,9 @@ async def test_a_cut_at_one_server_keeps_what_came_for_the_other(two: Two) -> No
     assert (await complete(other, upload_id)).status_code == 201
 
 
-async def test_bytes_that_only_one_server_spoilt_are_refused_and_due_again_at_both(two: Two) -> None:
+async def test_bytes_that_only_one_server_spoilt_are_refused_and_due_again_at_both(
+    two: Two,
+) -> None:
     one, other = two.clients
     upload_id = await send_all(one, GOOD)
     await put(one, upload_id, WEIGHTS, GOOD.weights[:HALF])
@@ -128,7 +139,10 @@ async def test_one_file_sent_to_both_at_once_becomes_right_or_is_refused(two: Tw
         yield GOOD.weights[1000:stop]
 
     answers = await asyncio.wait_for(
-        asyncio.gather(*(_send(two.clients[server], upload_id, slowly(SIZE), meet) for server in (0, 1))), 30
+        asyncio.gather(
+            *(_send(two.clients[server], upload_id, slowly(SIZE), meet) for server in (0, 1))
+        ),
+        30,
     )
     assert {answer.status_code for answer in answers} <= {200, 409}
     assert 200 in {answer.status_code for answer in answers}
@@ -136,11 +150,15 @@ async def test_one_file_sent_to_both_at_once_becomes_right_or_is_refused(two: Tw
         assert answer.status_code == 200 or code(answer) == (409, "upload.busy")
     assert [await two.received(upload_id, server) for server in (0, 1)] == [SIZE, SIZE]
     done = await asyncio.gather(*(complete(client, upload_id) for client in two.clients))
-    assert sorted(answer.status_code for answer in done) == [200, 201], [answer.text for answer in done]
+    assert sorted(answer.status_code for answer in done) == [200, 201], [
+        answer.text for answer in done
+    ]
     assert two.staged() == []
 
 
-async def _send(client: Client, upload_id: str, body: AsyncIterator[bytes], meet: asyncio.Barrier) -> Any:
+async def _send(
+    client: Client, upload_id: str, body: AsyncIterator[bytes], meet: asyncio.Barrier
+) -> Any:
     """Send the weights; a server that does not read on must not keep the other waiting."""
     answer = await client.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=body)
     if answer.status_code != 200:
@@ -168,7 +186,9 @@ async def test_files_that_go_while_they_are_gathered_are_missing_again(
         pieces = read(upload_id, name)
         two.apis[1].services.staged.delete(upload_id)
         if isinstance(staged, StagedObjects):  # which lists them first, and finds none of them then
-            listed = staged_files._Piece(0, SIZE, f"uploads/{upload_id}/{name}/{0:016}-{secrets.token_hex(8)}")
+            listed = staged_files._Piece(
+                0, SIZE, f"uploads/{upload_id}/{name}/{0:016}-{secrets.token_hex(8)}"
+            )
             monkeypatch.setattr(staged, "_pieces", lambda _: {name: [listed]})
         return pieces
 
@@ -181,7 +201,9 @@ async def test_files_that_go_while_they_are_gathered_are_missing_again(
 async def test_either_server_sweeps_what_the_other_left(two: Two) -> None:
     kept, old = [await send_all(two.clients[0], GOOD, name) for name in ("kept", "old")]
     owner = await two.apis[0].services.registry.tenants.get_tenant("acme")
-    await two.apis[0].services.registry.uploads.delete(owner.id, old)  # and dies before the files go
+    await two.apis[0].services.registry.uploads.delete(
+        owner.id, old
+    )  # and dies before the files go
     assert (await Sweeper(two.apis[1].services).sweep())["staged"] == 1
     assert {kept in path for path in two.staged()} == {True}
     two.apis[1].ahead = timedelta(hours=25)
@@ -191,7 +213,9 @@ async def test_either_server_sweeps_what_the_other_left(two: Two) -> None:
     assert two.staged() == []
 
 
-async def test_the_default_folder_of_blobs_keeps_uploads_in_the_data_folder(api: Api, acme: Client) -> None:
+async def test_the_default_folder_of_blobs_keeps_uploads_in_the_data_folder(
+    api: Api, acme: Client
+) -> None:
     await send_all(acme, GOOD)
     assert isinstance(api.services.staged, StagedFolder)
     assert {path.parents[1] for path in api.services.config.server.data_dir.rglob(WEIGHTS)} == {
@@ -200,7 +224,9 @@ async def test_the_default_folder_of_blobs_keeps_uploads_in_the_data_folder(api:
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-async def test_without_s3_a_piece_is_503_and_what_was_confirmed_stays(two: Two, s3: S3Server) -> None:
+async def test_without_s3_a_piece_is_503_and_what_was_confirmed_stays(
+    two: Two, s3: S3Server
+) -> None:
     one, other = two.clients
     upload_id = (await announce(one, GOOD)).json()["id"]
     await put(one, upload_id, WEIGHTS, GOOD.weights[:HALF], 0, SIZE)
@@ -209,7 +235,9 @@ async def test_without_s3_a_piece_is_503_and_what_was_confirmed_stays(two: Two, 
         assert code(answer) == (503, "storage.unavailable")
         assert code(await one.get(f"/v1/uploads/{upload_id}")) == (503, "storage.unavailable")
     assert await two.received(upload_id, 1) == HALF
-    assert (await put(other, upload_id, WEIGHTS, GOOD.weights[HALF:], HALF, SIZE)).status_code == 200
+    assert (
+        await put(other, upload_id, WEIGHTS, GOOD.weights[HALF:], HALF, SIZE)
+    ).status_code == 200
 
 
 async def test_a_piece_in_s3_is_bounded_whole_and_never_replaced(
@@ -239,11 +267,19 @@ async def test_a_piece_in_s3_is_bounded_whole_and_never_replaced(
     assert (s3.keys(bucket), staged.ids()) == ([], [])
 
 
-async def test_pieces_that_overlap_or_leave_a_gap_count_as_far_as_they_reach(bucket: str, s3: S3Server) -> None:
+async def test_pieces_that_overlap_or_leave_a_gap_count_as_far_as_they_reach(
+    bucket: str, s3: S3Server
+) -> None:
     staged = StagedObjects(opened(bucket))
     content = secrets.token_bytes(100)
-    for number, (start, stop) in enumerate([(0, 10), (0, 30), (20, 50), (5, 8), (50, 60), (70, 100)]):
-        s3.put(bucket, f"manylora/uploads/{UPLOAD}/{WEIGHTS}/{start:016}-{number:016x}", content[start:stop])
+    for number, (start, stop) in enumerate(
+        [(0, 10), (0, 30), (20, 50), (5, 8), (50, 60), (70, 100)]
+    ):
+        s3.put(
+            bucket,
+            f"manylora/uploads/{UPLOAD}/{WEIGHTS}/{start:016}-{number:016x}",
+            content[start:stop],
+        )
     s3.put(bucket, f"manylora/uploads/{UPLOAD}/{WEIGHTS}/readme", b"not ours")
     assert staged.sizes(UPLOAD)[WEIGHTS] == 60
     assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content[:60]
@@ -256,7 +292,9 @@ async def test_pieces_that_overlap_or_leave_a_gap_count_as_far_as_they_reach(buc
     assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content
 
 
-async def test_a_file_in_s3_takes_so_many_small_pieces(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_in_s3_takes_so_many_small_pieces(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staged_files, "MAX_SHORT", 2)
     staged = StagedObjects(opened(bucket))
     for start in (0, 1):
@@ -273,7 +311,9 @@ async def test_a_file_in_s3_takes_so_many_small_pieces(bucket: str, monkeypatch:
     assert staged.sizes(UPLOAD)[WEIGHTS] == 0
 
 
-def test_a_folder_is_written_by_one_server_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_written_by_one_server_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = StagedFolder(tmp_path), StagedFolder(tmp_path)
     writer, second = one.writer(UPLOAD, WEIGHTS), other.writer(UPLOAD, WEIGHTS)
     writer.open(0)

@@ -37,9 +37,15 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "w"
 
 
-@pytest.mark.parametrize(("name", "wall_factor"), [("missing", validation.WALL_FACTOR), ("w", 1e-5)])
+@pytest.mark.parametrize(
+    ("name", "wall_factor"), [("missing", validation.WALL_FACTOR), ("w", 1e-5)]
+)
 async def test_a_check_that_dies_or_takes_too_long_refuses_the_upload(
-    validator: AdapterValidator, weights: Path, monkeypatch: pytest.MonkeyPatch, name: str, wall_factor: float
+    validator: AdapterValidator,
+    weights: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    wall_factor: float,
 ) -> None:
     monkeypatch.setattr(validation, "WALL_FACTOR", wall_factor)
     with pytest.raises(AdapterFormatError) as refused:
@@ -67,7 +73,9 @@ async def test_an_adapter_that_leaves_no_page_for_kv_cache_is_refused(
 ) -> None:
     pages = await validator.pages(await validator.validate(sound().config, weights, "a" * 64, 1))
     assert pages is not None
-    tight, roomy = (AdapterValidator(demo_ready(num_pages=n), LocalBlobs(tmp_path)) for n in (pages, pages + 1))
+    tight, roomy = (
+        AdapterValidator(demo_ready(num_pages=n), LocalBlobs(tmp_path)) for n in (pages, pages + 1)
+    )
     with pytest.raises(AdapterIncompatibleError) as refused:
         await tight.validate(sound().config, weights, "a" * 64, 1)
     assert refused.value.code == "adapter.never_fits"
@@ -86,7 +94,9 @@ async def test_adapters_trained_alike_are_counted_by_their_headers(
         weights = sound(rank=rank).weights[:-4] + bytes((seed, 0, 0, 0))
         sha256 = store(blobs, weights)
         first = AdapterValidator(demo_ready(), blobs)
-        facts = await first.validate(sound(rank=rank).config, blobs.path(sha256), sha256, len(weights))
+        facts = await first.validate(
+            sound(rank=rank).config, blobs.path(sha256), sha256, len(weights)
+        )
         stored.append((facts, await first.pages(facts)))
         await first.close()
     counted = Mock(wraps=check_weights)
@@ -94,7 +104,9 @@ async def test_adapters_trained_alike_are_counted_by_their_headers(
     restarted = AdapterValidator(demo_ready(), blobs)
     assert [await restarted.pages(facts) for facts, _ in stored] == [pages for _, pages in stored]
     assert [call.args[0].rank for call in counted.call_args_list] == [8, 32]
-    other_spec = replace(stored[0][0], digest="sha256:" + "1" * 64, spec=replace(stored[0][0].spec, rank=4))
+    other_spec = replace(
+        stored[0][0], digest="sha256:" + "1" * 64, spec=replace(stored[0][0].spec, rank=4)
+    )
     assert await restarted.pages(other_spec) is None
     gone = AdapterValidator(demo_ready(), blobs)
     assert await gone.pages(stored[0][0]) == stored[0][1]
@@ -120,12 +132,19 @@ async def test_only_the_loop_changes_what_is_kept_of_counts(
 
     monkeypatch.setattr(validation, "PAGES_CACHED", Bound(2))
     specs = [replace(facts.spec, alpha=float(number)) for number in range(1, 9)]
-    listed = [replace(facts, digest=f"sha256:{number:064}", spec=spec) for number, spec in enumerate(specs)]
-    assert set(await asyncio.gather(*map(validator.pages, listed))) == {await validator.pages(facts)}
+    listed = [
+        replace(facts, digest=f"sha256:{number:064}", spec=spec)
+        for number, spec in enumerate(specs)
+    ]
+    assert set(await asyncio.gather(*map(validator.pages, listed))) == {
+        await validator.pages(facts)
+    }
     assert threads == {threading.get_ident()}
 
 
-async def test_a_process_is_kept_for_the_next_upload(validator: AdapterValidator, weights: Path) -> None:
+async def test_a_process_is_kept_for_the_next_upload(
+    validator: AdapterValidator, weights: Path
+) -> None:
     alone = await validator.validate(sound().config, weights, "a" * 64, 1)
     assert await validator.validate(sound().config, weights, "a" * 64, 1) == alone
     together = [validator.validate(sound().config, weights, "a" * 64, 1) for _ in range(4)]
@@ -140,7 +159,11 @@ async def test_a_process_is_kept_for_the_next_upload(validator: AdapterValidator
 
 @pytest.mark.parametrize(("cpu_s", "wall_factor"), [(1, 60.0), (30, 0.02)])
 async def test_a_kept_process_holds_each_job_to_its_limits(
-    validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_s: int, wall_factor: float
+    validator: AdapterValidator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_s: int,
+    wall_factor: float,
 ) -> None:
     """Of CPU time, which ends the fork, and of time, which ends both; the next job finds a process."""
     monkeypatch.setattr(validation, "WALL_FACTOR", wall_factor)
@@ -167,7 +190,9 @@ async def test_a_kept_process_holds_each_job_to_its_limits(
     await validator.close()
 
 
-async def test_a_kept_process_that_died_is_replaced(validator: AdapterValidator, weights: Path) -> None:
+async def test_a_kept_process_that_died_is_replaced(
+    validator: AdapterValidator, weights: Path
+) -> None:
     await validator.validate(sound().config, weights, "a" * 64, 1)
     (process,) = kept_processes()
     process.kill()
@@ -194,7 +219,9 @@ async def test_processes_that_are_stopped_at_work_are_not_the_adapters_fault(
 ) -> None:
     monkeypatch.setattr(processes, "LOOK_S", 0.01)
     program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\nimport os\nif not os.fork(): os.kill(os.getpid(), 19)\nos.wait()\n")
+    program.write_text(
+        f"#!{sys.executable}\nimport os\nif not os.fork(): os.kill(os.getpid(), 19)\nos.wait()\n"
+    )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(CapacityError, match="Try again in a moment"):
@@ -202,5 +229,9 @@ async def test_processes_that_are_stopped_at_work_are_not_the_adapters_fault(
 
 
 def kept_processes() -> list[psutil.Process]:
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "manylora.server.adapters.validation_worker" in child.cmdline()]
+    alive = [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
+    return [
+        child for child in alive if "manylora.server.adapters.validation_worker" in child.cmdline()
+    ]

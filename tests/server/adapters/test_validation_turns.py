@@ -15,7 +15,9 @@ from manylora.server.threads import acting
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_upload_is_validated_beside_those_of_another(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_is_validated_beside_those_of_another(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     validator, order, all_wait = api.services.validator, list[str](), asyncio.Event()
     in_child = validator.in_child
 
@@ -27,8 +29,13 @@ async def test_an_upload_is_validated_beside_those_of_another(api: Api, monkeypa
 
     monkeypatch.setattr(validator, "in_child", counted)
     flood, quiet = await api.tenant("flood"), await api.tenant("quiet")
-    sending = [asyncio.create_task(upload(flood, f"a{number}", sound(alpha=number + 1))) for number in range(6)]
-    await eventually(lambda: len(order) == CHILDREN and validator.places.num_waiting(order[0]) == 6 - CHILDREN)
+    sending = [
+        asyncio.create_task(upload(flood, f"a{number}", sound(alpha=number + 1)))
+        for number in range(6)
+    ]
+    await eventually(
+        lambda: len(order) == CHILDREN and validator.places.num_waiting(order[0]) == 6 - CHILDREN
+    )
     assert (await upload(quiet, "b")).status_code == 201
     assert len(order) == CHILDREN + 1
     all_wait.set()

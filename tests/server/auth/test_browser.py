@@ -120,7 +120,9 @@ async def test_a_link_signs_in_once_and_nowhere_else(api: Api) -> None:
 
 async def test_a_link_takes_no_open_session_away(api: Api) -> None:
     async with api.client(await api.key("acme")) as client:
-        link = {"authorization": f"Bearer {(await client.post('/v1/session/links')).json()['link']}"}
+        link = {
+            "authorization": f"Bearer {(await client.post('/v1/session/links')).json()['link']}"
+        }
     client = await browser(api)
     refused = await client.post("/v1/session", headers=link)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session.open")
@@ -152,7 +154,11 @@ async def test_the_page_is_open_and_keeps_to_this_server(api: Api) -> None:
             assert known.status_code == 304
             assert (await client.head(path)).status_code == 200
         assert (await client.get("/favicon.ico")).headers["content-type"] == "image/svg+xml"
-        assert (await client.get("/static/app.js")).headers["content-type"].startswith("text/javascript")
+        assert (
+            (await client.get("/static/app.js"))
+            .headers["content-type"]
+            .startswith("text/javascript")
+        )
 
 
 async def test_no_cache_keeps_what_a_session_was_told(api: Api) -> None:
@@ -170,7 +176,12 @@ async def test_what_is_no_page_stays_closed(api: Api) -> None:
         for path in ("/usage/x", "/admin", "/static", "/adapters/a/b", "/v1/usage", "/v1/session"):
             assert (await client.get(path)).status_code == 401, path
         assert (await client.post("/")).status_code == 401
-        for path in ("/static/none.js", "/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py"):
+        for path in (
+            "/static/none.js",
+            "/static/../app.py",
+            "/static/%2e%2e/app.py",
+            "/static/..%2fapp.py",
+        ):
             assert (await client.get(path)).status_code in (401, 404), path
 
 
@@ -181,14 +192,21 @@ def test_every_page_of_the_router_is_served() -> None:
 
 def test_the_frame_is_fetched_in_one_go() -> None:
     page = (dashboard.STATIC / "index.html").read_text()
-    assert set(re.findall(r'rel="modulepreload" href="/static/([^"]+)"', page)) == imported("app.js")
+    assert set(re.findall(r'rel="modulepreload" href="/static/([^"]+)"', page)) == imported(
+        "app.js"
+    )
 
 
 def imported(module: str) -> set[str]:
     """All that a module needs before it runs, and what that needs."""
     source = (dashboard.STATIC / module).read_text()
     names = {
-        str((dashboard.STATIC / module).parent.joinpath(name).resolve().relative_to(dashboard.STATIC))
+        str(
+            (dashboard.STATIC / module)
+            .parent.joinpath(name)
+            .resolve()
+            .relative_to(dashboard.STATIC)
+        )
         for name in re.findall(r'\bfrom\s*"(\.[^"]+)"', source)
     }
     return names.union(*(imported(name) for name in names))

@@ -13,14 +13,26 @@ PUBLIC = ["/health", "/ready", "/version", "/openapi.json"]
 async def test_public_routes_need_no_key(api: Api) -> None:
     async with api.client() as client:
         for path in PUBLIC:
-            statuses = [(await client.request(method, path)).status_code for method in ("GET", "HEAD", "POST")]
+            statuses = [
+                (await client.request(method, path)).status_code
+                for method in ("GET", "HEAD", "POST")
+            ]
             assert statuses == [200, 200, 401], path
         api.services.drain.is_draining = True
         assert (await client.head("/ready")).status_code == 503
 
 
 async def test_what_is_not_listed_is_closed(api: Api) -> None:
-    paths = ["/docs", "/redoc", "/v1", "/.//health", "/health/", "/HEALTH", "/health%2f", "/nothing"]
+    paths = [
+        "/docs",
+        "/redoc",
+        "/v1",
+        "/.//health",
+        "/health/",
+        "/HEALTH",
+        "/health%2f",
+        "/nothing",
+    ]
     paths += [path for path in api.app.openapi()["paths"] if path not in PUBLIC]
     assert len(paths) > 40
     async with api.client() as client:
@@ -55,7 +67,11 @@ async def test_a_repeated_or_odd_authorization_header_is_refused(api: Api) -> No
             "Bearer manylora_wrong_key",
             f"Bearer {ADMIN_KEY}x",
         ):
-            assert (await client.get("/v1/models", headers={"authorization": value})).status_code == 401
+            assert (
+                await client.get("/v1/models", headers={"authorization": value})
+            ).status_code == 401
         twice = [("authorization", f"Bearer {ADMIN_KEY}"), ("authorization", f"Bearer {ADMIN_KEY}")]
         assert (await client.get("/v1/models", headers=twice)).status_code == 401
-        assert (await client.get("/v1/models", headers={"authorization": f"bearer {ADMIN_KEY}"})).status_code == 200
+        assert (
+            await client.get("/v1/models", headers={"authorization": f"bearer {ADMIN_KEY}"})
+        ).status_code == 200

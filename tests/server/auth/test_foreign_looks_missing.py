@@ -19,7 +19,9 @@ REFERRING = frozenset({"model", "adapter_id", "adapters", "tenant", "grantee", "
 """Optional fields of bodies that name objects."""
 
 
-OTHERS = str.maketrans("abcdefghijklmnopqrstuvwxyz0123456789", "bcdefahijklmnopqrstuvwxyzg1234567890")
+OTHERS = str.maketrans(
+    "abcdefghijklmnopqrstuvwxyz0123456789", "bcdefahijklmnopqrstuvwxyzg1234567890"
+)
 """Letters to letters, digits to digits, and hexadecimal ones to such."""
 
 
@@ -62,24 +64,44 @@ async def foreign_names(api: Api, page: dict[str, Any]) -> list[str]:
     async with api.admin as admin:
         for path, operations in page["paths"].items():
             if "get" in operations and not path.endswith("/events"):
-                answer = await admin.get(re.sub(r"\{[^}]*\}", OWNER, path), params={"tenant": OWNER})
-                if answer.headers["content-type"] == "application/json" and answer.status_code == 200:
+                answer = await admin.get(
+                    re.sub(r"\{[^}]*\}", OWNER, path), params={"tenant": OWNER}
+                )
+                if (
+                    answer.headers["content-type"] == "application/json"
+                    and answer.status_code == 200
+                ):
                     found |= set(ids_within(answer.json()))
     # What is as short as the number of an audit entry stands in many a text by chance.
-    return [*NAMES, *sorted(name for name in found - {api.services.served_name, *NAMES} if len(name) > 8)]
+    return [
+        *NAMES,
+        *sorted(name for name in found - {api.services.served_name, *NAMES} if len(name) > 8),
+    ]
 
 
-async def ask(client: httpx.AsyncClient, path: str, method: str, page: dict[str, Any], name: str) -> tuple[Any, ...]:
+async def ask(
+    client: httpx.AsyncClient, path: str, method: str, page: dict[str, Any], name: str
+) -> tuple[Any, ...]:
     """What the route answers when everything it can be asked for is called `name`; the name itself is masked."""
     operation = page["paths"][path][method]
     contents = operation.get("requestBody", {}).get("content", {})
     if "multipart/form-data" in contents:
         answer = await upload(client, "new", sound(), tenant=name)
     else:
-        body = sample(contents["application/json"]["schema"], page, name) if "application/json" in contents else None
-        query = {"tenant": name} if any(given["name"] == "tenant" for given in operation.get("parameters", ())) else {}
+        body = (
+            sample(contents["application/json"]["schema"], page, name)
+            if "application/json" in contents
+            else None
+        )
+        query = (
+            {"tenant": name}
+            if any(given["name"] == "tenant" for given in operation.get("parameters", ()))
+            else {}
+        )
         where = re.sub(r"\{[^}]*\}", name, path)
-        answer = await client.request(method, where, json=body, params=query if "{" not in path else {})
+        answer = await client.request(
+            method, where, json=body, params=query if "{" not in path else {}
+        )
     if answer.status_code < 400:
         return (answer.status_code,)
     headers = [(key, value) for key, value in answer.headers.items() if key != "x-request-id"]
@@ -107,6 +129,18 @@ async def test_foreign_objects_look_like_missing_ones(api: Api) -> None:
                     compared.add((method, path))
     assert wrong == []
     assert {path for _, path in compared} >= {
-        *("/v1/completions", "/v1/chat/completions", "/v1/models/{model_id}", "/v1/adapters", "/v1/adapters/{name}"),
-        *("/v1/adapters/{name}/versions", "/v1/adapters:fit", "/v1/usage", "/tokenize", "/detokenize"),
+        *(
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/models/{model_id}",
+            "/v1/adapters",
+            "/v1/adapters/{name}",
+        ),
+        *(
+            "/v1/adapters/{name}/versions",
+            "/v1/adapters:fit",
+            "/v1/usage",
+            "/tokenize",
+            "/detokenize",
+        ),
     }

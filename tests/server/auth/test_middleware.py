@@ -12,10 +12,14 @@ from manylora.server.auth.admin_key import admin_key, check_shared_secrets, give
 pytestmark = pytest.mark.anyio
 
 
-async def test_without_authentication_everybody_here_is_admin_of_a_default_tenant(tmp_path: Path) -> None:
+async def test_without_authentication_everybody_here_is_admin_of_a_default_tenant(
+    tmp_path: Path,
+) -> None:
     async with open_api(tmp_path, auth="off") as api, api.client() as client:
         assert (await client.get("/v1/tenants")).json()["data"][0]["name"] == "default"
-        assert (await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})).status_code == 200
+        assert (
+            await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
+        ).status_code == 200
         usage = (await client.get("/v1/usage?group_by=tenant")).json()
         assert [row["tenant"] for row in usage["data"]] == ["default"]
 
@@ -46,7 +50,9 @@ def test_the_admin_key_is_made_once_and_kept(tmp_path: Path) -> None:
     assert first.path is not None
     assert first.path.stat().st_mode & 0o777 == 0o600
     assert first.announcement == [f"admin key {first.secret}", f"admin key in {first.path}"]
-    assert again.announcement == [f"admin key in {first.path}"]  # the start that made it may have failed
+    assert again.announcement == [
+        f"admin key in {first.path}"
+    ]  # the start that made it may have failed
     given = admin_key(tmp_path / "data", {"MANYLORA_ADMIN_KEY": "a-key-from-the-environment"})
     assert (given.secret, given.path, given.announcement) == (
         "a-key-from-the-environment",
@@ -70,7 +76,11 @@ def test_a_short_pepper_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("pepper", "key", "missing"),
-    [(None, "k", "MANYLORA_PEPPER"), ("p", None, "MANYLORA_ADMIN_KEY"), (None, None, "MANYLORA_PEPPER")],
+    [
+        (None, "k", "MANYLORA_PEPPER"),
+        ("p", None, "MANYLORA_ADMIN_KEY"),
+        (None, None, "MANYLORA_PEPPER"),
+    ],
 )
 def test_servers_over_one_database_must_be_given_the_secrets_that_they_share(
     pepper: str | None, key: str | None, missing: str

@@ -17,7 +17,11 @@ async def test_the_table_has_every_route(api: Api) -> None:
 
 
 async def test_each_role_gets_what_the_table_says(api: Api) -> None:
-    keys = {**{role: await api.key("acme", role) for role in ROLES}, "admin": ADMIN_KEY, "nobody": None}
+    keys = {
+        **{role: await api.key("acme", role) for role in ROLES},
+        "admin": ADMIN_KEY,
+        "nobody": None,
+    }
     await api.key("rival")
     await upload(await api.tenant("acme"), "mine")
     wrong = []
@@ -27,8 +31,12 @@ async def test_each_role_gets_what_the_table_says(api: Api) -> None:
             if role == "admin" and route[1] == ENDLESS:
                 continue
             async with api.client(key) as client:
-                statuses = [(await client.request(route[0], path, json=body)).status_code for path in paths]
-            is_let_in = allowed in ("public", role) or (role != "nobody" and (role == "admin" or allowed == "any"))
+                statuses = [
+                    (await client.request(route[0], path, json=body)).status_code for path in paths
+                ]
+            is_let_in = allowed in ("public", role) or (
+                role != "nobody" and (role == "admin" or allowed == "any")
+            )
             expected = "in" if is_let_in else 401 if role == "nobody" else 403
             for status in statuses:
                 got = status if status in (401, 403) else "in"

@@ -19,13 +19,19 @@ URL = "/v1/completions"
 
 
 def line(**changes: Any) -> bytes:
-    return json.dumps({"custom_id": "a", "method": "POST", "url": URL, "body": {}, **changes}).encode()
+    return json.dumps(
+        {"custom_id": "a", "method": "POST", "url": URL, "body": {}, **changes}
+    ).encode()
 
 
-async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: int = 300) -> tuple[int, list[Any]]:
+async def check(
+    folder: Path, content: bytes, max_lines: int = 10, max_bytes: int = 300
+) -> tuple[int, list[Any]]:
     blobs, work = LocalBlobs(folder), partial(LongWork(2).run, tenant="t")
     sha256 = store(blobs, content)
-    return await check_input(blobs, sha256, URL, max_lines=max_lines, max_bytes=max_bytes, work=work)
+    return await check_input(
+        blobs, sha256, URL, max_lines=max_lines, max_bytes=max_bytes, work=work
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,9 @@ async def test_what_is_wrong_with_an_input_is_told_with_its_line(
 
 
 async def test_a_sound_input_is_counted_whatever_its_line_ends(tmp_path: Path) -> None:
-    content = b"\r\n".join(line(custom_id=str(n), body={"prompt": "\0"}) for n in range(3)) + b"\n\n"
+    content = (
+        b"\r\n".join(line(custom_id=str(n), body={"prompt": "\0"}) for n in range(3)) + b"\n\n"
+    )
     assert await check(tmp_path, content) == (3, [])
 
 
@@ -73,7 +81,9 @@ async def test_errors_are_told_only_so_many(tmp_path: Path) -> None:
     assert len(errors) == 50
 
 
-async def test_a_large_file_is_checked_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_file_is_checked_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, parse = set[threading.Thread](), input_lines.parse_line
 
     def watched(*args: Any) -> Any:
@@ -81,6 +91,9 @@ async def test_a_large_file_is_checked_off_the_event_loop(tmp_path: Path, monkey
         return parse(*args)
 
     monkeypatch.setattr(input_lines, "parse_line", watched)
-    content = b"\n".join(line(custom_id=str(n), body={"prompt": "x" * 500}) for n in range(4_000)) + b"\n" * 1_000_000
+    content = (
+        b"\n".join(line(custom_id=str(n), body={"prompt": "x" * 500}) for n in range(4_000))
+        + b"\n" * 1_000_000
+    )
     assert await check(tmp_path, content, max_lines=5_000, max_bytes=1_000) == (4_000, [])
     assert threading.main_thread() not in seen

@@ -32,7 +32,12 @@ async def worker(api: Api) -> AsyncIterator[BatchWorker]:
 
 def lines_for(*models: str, **body: Any) -> bytes:
     lines = [
-        {"custom_id": str(n), "method": "POST", "url": URL, "body": {"model": model, "prompt": "x", **body}}
+        {
+            "custom_id": str(n),
+            "method": "POST",
+            "url": URL,
+            "body": {"model": model, "prompt": "x", **body},
+        }
         for n, model in enumerate(models)
     ]
     return "\n".join(map(json.dumps, lines)).encode()
@@ -40,7 +45,9 @@ def lines_for(*models: str, **body: Any) -> bytes:
 
 async def start(api: Api, content: bytes, url: str = URL, tenant: str = "acme") -> str:
     client = await api.tenant(tenant)
-    file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
+    file = await client.post(
+        "/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)}
+    )
     assert file.status_code == 200, file.text
     body = {"input_file_id": file.json()["id"], "endpoint": url, "completion_window": "24h"}
     made = await client.post("/v1/batches", json=body)
@@ -74,17 +81,32 @@ async def events(api: Api) -> list[dict[str, Any]]:
 
 
 def codes(found: dict[str, dict[str, Any]]) -> set[tuple[int, str]]:
-    return {(each["response"]["status_code"], each["response"]["body"]["error"]["code"]) for each in found.values()}
+    return {
+        (each["response"]["status_code"], each["response"]["body"]["error"]["code"])
+        for each in found.values()
+    }
 
 
 async def test_lines_may_be_responses(api: Api, worker: BatchWorker) -> None:
     url = "/v1/responses"
-    bodies: list[dict[str, Any]] = [{"model": BASE, "input": "x"}, {"model": BASE, "input": "x", "background": True}]
-    lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
-    ended = await run(api, worker, await start(api, "\n".join(map(json.dumps, lines)).encode(), url))
+    bodies: list[dict[str, Any]] = [
+        {"model": BASE, "input": "x"},
+        {"model": BASE, "input": "x", "background": True},
+    ]
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": url, "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    ended = await run(
+        api, worker, await start(api, "\n".join(map(json.dumps, lines)).encode(), url)
+    )
     assert ended["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
     body = (await results(api, ended["output_file_id"]))["0"]["response"]["body"]
-    assert (body["object"], body["status"], body["output"][0]["type"]) == ("response", "completed", "message")
+    assert (body["object"], body["status"], body["output"][0]["type"]) == (
+        "response",
+        "completed",
+        "message",
+    )
     assert codes(await results(api, ended["error_file_id"])) == {(400, "unsupported_parameter")}
     assert [(event["endpoint"], event["status"]) for event in await events(api)] == [(url, "stop")]
 
@@ -112,7 +134,9 @@ async def test_a_rate_limit_is_waited_for_and_fails_no_line(api: Api, worker: Ba
     assert len(await events(api)) == 3
 
 
-async def test_a_month_that_is_used_up_fails_lines_with_the_reason(api: Api, worker: BatchWorker) -> None:
+async def test_a_month_that_is_used_up_fails_lines_with_the_reason(
+    api: Api, worker: BatchWorker
+) -> None:
     await api.key("acme")
     await api.services.registry.tenants.update_tenant("acme", {"tokens_per_month": 1})
     ended = await run(api, worker, await start(api, lines_for(BASE, BASE)))
@@ -140,7 +164,9 @@ async def test_a_revoked_key_and_a_deleted_adapter_fail_the_lines_that_follow(
     assert codes(await results(api, ended["error_file_id"])) == {(401, "invalid_api_key")}
 
 
-async def test_lines_that_the_engine_loses_run_again_and_are_billed_once(api: Api, worker: BatchWorker) -> None:
+async def test_lines_that_the_engine_loses_run_again_and_are_billed_once(
+    api: Api, worker: BatchWorker
+) -> None:
     api.engine.failure_after = 2
     batch_id = await start(api, lines_for(BASE, BASE))
     await worker.look()
@@ -161,23 +187,35 @@ async def test_a_line_that_the_engine_always_dies_under_fails_at_last(
     assert len(api.engine.requests) == 2
 
 
-async def test_a_line_that_ends_by_what_it_asked_for_is_billed_what_was_computed(api: Api, worker: BatchWorker) -> None:
-    api.engine.refusal, api.engine.refusal_after = RequestError(code="grammar_dead_end", message="No token fits."), 2
+async def test_a_line_that_ends_by_what_it_asked_for_is_billed_what_was_computed(
+    api: Api, worker: BatchWorker
+) -> None:
+    api.engine.refusal, api.engine.refusal_after = (
+        RequestError(code="grammar_dead_end", message="No token fits."),
+        2,
+    )
     ended = await run(api, worker, await start(api, lines_for(BASE)))
     assert codes(await results(api, ended["error_file_id"])) == {(400, "grammar_dead_end")}
     (event,) = await events(api)
     assert (event["status"], event["prompt_tokens"], event["completion_tokens"]) == ("error", 2, 2)
 
 
-async def test_a_batch_whose_window_is_over_keeps_its_results(api: Api, worker: BatchWorker) -> None:
+async def test_a_batch_whose_window_is_over_keeps_its_results(
+    api: Api, worker: BatchWorker
+) -> None:
     api.engine.token_s = 0.01
     slow = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
     last = {"custom_id": "s", "method": "POST", "url": URL, "body": slow}
-    batch_id = await start(api, lines_for(*[BASE] * 4, max_tokens=1) + f"\n{json.dumps(last)}".encode())
+    batch_id = await start(
+        api, lines_for(*[BASE] * 4, max_tokens=1) + f"\n{json.dumps(last)}".encode()
+    )
     await run(api, worker, batch_id, goal=4)
     api.ahead = timedelta(hours=25)
     ended = await run(api, worker, batch_id)
-    assert (ended["status"], ended["request_counts"]) == ("expired", {"total": 5, "completed": 4, "failed": 1})
+    assert (ended["status"], ended["request_counts"]) == (
+        "expired",
+        {"total": 5, "completed": 4, "failed": 1},
+    )
     left = await results(api, ended["error_file_id"])
     assert {name: each["error"]["code"] for name, each in left.items()} == {"s": "batch_expired"}
     assert api.engine.running == set()
@@ -227,7 +265,9 @@ async def test_a_tenant_waits_for_a_few_lines_of_another_with_forty_batches(
     worker = BatchWorker(api.services, "srv_a")
     busy = await flood(api, worker)
     before = started(api, busy)
-    batch_id = await start(api, lines_for(*[BASE] * 10, max_tokens=3, ignore_eos=True), tenant="rival")
+    batch_id = await start(
+        api, lines_for(*[BASE] * 10, max_tokens=3, ignore_eos=True), tenant="rival"
+    )
     ended = await run(api, worker, batch_id, tenant="rival")
     assert ended["request_counts"]["completed"] == 10
     assert started(api, busy) - before <= 80  # of 200; it would be 10 if each line took as long
@@ -255,7 +295,9 @@ async def test_a_tenant_with_weight_has_as_many_lines_more(api: Api) -> None:
     await api.services.registry.tenants.update_tenant("rival", weight=3.0)
     async with api.admin as admin:  # the weight is the tenant's, whoever makes the batch
         file = await admin.post(
-            "/v1/files?tenant=rival", data={"purpose": "batch"}, files={"file": ("a", lines_for(*[BASE] * 10))}
+            "/v1/files?tenant=rival",
+            data={"purpose": "batch"},
+            files={"file": ("a", lines_for(*[BASE] * 10))},
         )
         body = {"input_file_id": file.json()["id"], "endpoint": URL, "completion_window": "24h"}
         assert (await admin.post("/v1/batches?tenant=rival", json=body)).status_code == 200
@@ -284,7 +326,9 @@ async def test_files_are_bounded_in_number_and_bytes(api: Api, acme: Client) -> 
     object.__setattr__(api.services, "config", replace(config, batch=small))
 
     async def send(size: int) -> tuple[int, str]:
-        answer = await acme.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x" * size)})
+        answer = await acme.post(
+            "/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x" * size)}
+        )
         return answer.status_code, answer.json().get("error", {}).get("code", "")
 
     assert await send(101) == (413, "upload.too_large")
@@ -299,7 +343,9 @@ async def test_files_are_bounded_in_number_and_bytes(api: Api, acme: Client) -> 
 
 
 async def test_a_file_whose_life_is_over_is_gone_with_its_bytes(api: Api, acme: Client) -> None:
-    made = (await acme.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")})).json()
+    made = (
+        await acme.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")})
+    ).json()
     assert made["expires_at"] == made["created_at"] + 30 * 86_400
     api.ahead = timedelta(days=31)
     assert (await acme.get(f"/v1/files/{made['id']}")).status_code == 404

@@ -40,7 +40,12 @@ async def test_a_lost_replica_ends_one_block_and_a_cut_ends_all() -> None:
 async def test_the_first_cut_counts_and_goes_before_a_lost_replica() -> None:
     exchange = Exchange()
     later = ConnectionError()
-    assert await _ends(exchange, exchange.lose, lambda: exchange.cut(DRAINING), lambda: exchange.cut(later)) is DRAINING
+    assert (
+        await _ends(
+            exchange, exchange.lose, lambda: exchange.cut(DRAINING), lambda: exchange.cut(later)
+        )
+        is DRAINING
+    )
 
 
 async def test_what_others_cancel_stays_cancelled() -> None:

@@ -64,7 +64,9 @@ async def test_a_body_that_never_comes_holds_no_connection_to_a_replica(
     await cluster.replica("one")
     await gateway.sees(one="ready")
     sent = head_of("GET", "/", None, Content_Length="5")
-    assert (await raw(gateway.url, sent)).startswith(b"HTTP/1.1 200 "), "the page needs neither a key nor a body"
+    assert (await raw(gateway.url, sent)).startswith(b"HTTP/1.1 200 "), (
+        "the page needs neither a key nor a body"
+    )
     await eventually(lambda: not gateway.drain.num_running)
 
 
@@ -74,7 +76,9 @@ async def test_what_clients_send_as_the_body_of_a_get_is_not_passed_on(
 ) -> None:
     async with scripted(cluster, plain, "one") as replicas:
         await gateway.sees(one="ready")
-        assert b"200 OK" in await raw(gateway.url, head_of("GET", path, key, Content_Length="3") + b"abc")
+        assert b"200 OK" in await raw(
+            gateway.url, head_of("GET", path, key, Content_Length="3") + b"abc"
+        )
         (got,) = replicas["one"].got
     assert got.body == b""
     assert got.header("content-length") == got.header("transfer-encoding") == []
@@ -115,7 +119,9 @@ async def test_a_client_that_leaves_its_upload_is_no_failure_of_the_replica(
         await gateway.sees(one="ready")
         for sent in (b"", b"half"):
             _, writer = await connect(gateway.url)
-            writer.write(head_of("PUT", "/v1/uploads/u/files/weights", key, Content_Length="100") + sent)
+            writer.write(
+                head_of("PUT", "/v1/uploads/u/files/weights", key, Content_Length="100") + sent
+            )
             await eventually(lambda: gateway.drain.num_running)
             writer.close()
             await eventually(lambda: not gateway.drain.num_running)
@@ -135,7 +141,9 @@ async def test_a_client_that_leaves_after_its_upload_ends_the_exchange(
     async with scripted(cluster, hang, "one") as replicas:
         await gateway.sees(one="ready")
         _, writer = await connect(gateway.url)
-        writer.write(head_of("PUT", "/v1/uploads/u/files/weights", key, Content_Length="4") + b"body")
+        writer.write(
+            head_of("PUT", "/v1/uploads/u/files/weights", key, Content_Length="4") + b"body"
+        )
         await eventually(lambda: replicas["one"].got)
         writer.close()
         async with asyncio.timeout(60):
@@ -150,7 +158,9 @@ async def test_a_replica_that_breaks_is_ejected_and_another_one_answers_what_cha
     broken = ""
 
     async def script(got: Got, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"" if got.by == broken else PLAIN.removesuffix(b"{}") if "HEAD" in got.line else PLAIN)
+        writer.write(
+            b"" if got.by == broken else PLAIN.removesuffix(b"{}") if "HEAD" in got.line else PLAIN
+        )
 
     async with scripted(cluster, script, "one", "two") as replicas:
         await gateway.sees(one="ready", two="ready")
@@ -178,7 +188,9 @@ async def test_a_change_is_not_tried_again_once_it_may_have_been_made(
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "replica_lost")
         assert "whether the change was made" in error["message"]
-        assert sorted(len(each.got) for each in replicas.values()) == [0, 0, 1], "one replica got it, once"
+        assert sorted(len(each.got) for each in replicas.values()) == [0, 0, 1], (
+            "one replica got it, once"
+        )
         answer = await client.get("/v1/models")
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "replica_lost")
@@ -188,7 +200,11 @@ async def test_a_change_is_not_tried_again_once_it_may_have_been_made(
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 async def test_another_replica_answers_for_one_that_cannot_be_reached(
-    cluster: FakeCluster, client: httpx.AsyncClient, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, method: str
+    cluster: FakeCluster,
+    client: httpx.AsyncClient,
+    gateway: FakeGateway,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
 ) -> None:
     """A machine that vanished: nobody refuses the connection, and its reports have not been missed yet."""
     async with scripted(cluster, plain, "one", "two") as replicas:
@@ -196,13 +212,17 @@ async def test_another_replica_answers_for_one_that_cannot_be_reached(
         vanished = await first_asked(replicas, client)
         connect_to = aiohttp.TCPConnector._create_connection
 
-        async def hang(self: aiohttp.TCPConnector, request: aiohttp.ClientRequest, *arguments: Any) -> Any:
+        async def hang(
+            self: aiohttp.TCPConnector, request: aiohttp.ClientRequest, *arguments: Any
+        ) -> Any:
             if request.port == httpx.URL(replicas[vanished].url).port:
                 await asyncio.sleep(NEVER)
             return await connect_to(self, request, *arguments)
 
         monkeypatch.setattr(aiohttp.TCPConnector, "_create_connection", hang)
-        answer = await client.request(method, "/v1/models", content=b"body" if method == "PUT" else None)
+        answer = await client.request(
+            method, "/v1/models", content=b"body" if method == "PUT" else None
+        )
         assert answer.status_code == 200
         assert (await gateway.servers())[vanished]["state"] == "ejected"
         (other,) = replicas.keys() - {vanished}
@@ -223,7 +243,9 @@ async def test_a_pause_is_also_for_replicas_that_are_left_out_for_now(
         assert (await admin.get("/v1/engine", params={"server": "two"})).status_code == 200
 
 
-async def test_a_pause_is_refused_while_a_listed_replica_is_away(cluster: FakeCluster, gateway: FakeGateway) -> None:
+async def test_a_pause_is_refused_while_a_listed_replica_is_away(
+    cluster: FakeCluster, gateway: FakeGateway
+) -> None:
     async with scripted(cluster, plain, "one", "two") as replicas:
         await gateway.sees(one="ready", two="ready")
         replicas["two"].die()
@@ -273,7 +295,9 @@ async def test_a_pause_ends_with_the_replica_the_client_and_the_gateway(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/pause"])
-async def test_redirects_of_replicas_are_for_the_client(cluster: FakeCluster, gateway: FakeGateway, path: str) -> None:
+async def test_redirects_of_replicas_are_for_the_client(
+    cluster: FakeCluster, gateway: FakeGateway, path: str
+) -> None:
     """Followed, one would carry the cluster's token elsewhere."""
     strangers: list[bytes] = []
 
@@ -286,12 +310,16 @@ async def test_redirects_of_replicas_are_for_the_client(cluster: FakeCluster, ga
         location = f"http://localhost:{stranger.sockets[0].getsockname()[1]}/x"
 
         async def redirect(_: Got, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"HTTP/1.1 308 x\r\nlocation: %b\r\ncontent-length: 0\r\n\r\n" % location.encode())
+            writer.write(
+                b"HTTP/1.1 308 x\r\nlocation: %b\r\ncontent-length: 0\r\n\r\n" % location.encode()
+            )
 
         async with scripted(cluster, redirect, "one"), gateway.client(ADMIN_KEY) as admin:
             await gateway.sees(one="ready")
             method = "GET" if path == "/v1/models" else "POST"
-            answer = await admin.request(method, path, json=None if method == "GET" else {"model": "demo"})
+            answer = await admin.request(
+                method, path, json=None if method == "GET" else {"model": "demo"}
+            )
             assert (answer.status_code, answer.headers["location"]) == (308, location)
     assert strangers == []
 
@@ -305,14 +333,17 @@ async def test_a_link_follows_no_redirect(cluster: FakeCluster, gateway: FakeGat
         writer.close()
 
     async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
-        row = ScriptedReplica("one", "", plain).row(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        row = ScriptedReplica("one", "", plain).row(
+            url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        )
         await cluster.registry.servers.announce(row)
         await eventually(lambda: len(asked) > 1)
     assert set(asked) == {b"/internal/state"}
 
 
 @pytest.mark.parametrize(
-    "sent", [b"content-length: 100\r\n\r\na,b\n", b"transfer-encoding: chunked\r\n\r\n" + chunk(b"a,b\n")]
+    "sent",
+    [b"content-length: 100\r\n\r\na,b\n", b"transfer-encoding: chunked\r\n\r\n" + chunk(b"a,b\n")],
 )
 async def test_a_download_that_a_drain_cuts_does_not_look_whole(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, sent: bytes
@@ -338,7 +369,9 @@ NO_PATHS = [
 ]
 
 
-async def test_targets_that_are_no_paths_are_refused(cluster: FakeCluster, gateway: FakeGateway, key: str) -> None:
+async def test_targets_that_are_no_paths_are_refused(
+    cluster: FakeCluster, gateway: FakeGateway, key: str
+) -> None:
     async with scripted(cluster, plain, "one") as replicas:
         await gateway.sees(one="ready")
         for method, target in NO_PATHS:
@@ -347,14 +380,18 @@ async def test_targets_that_are_no_paths_are_refused(cluster: FakeCluster, gatew
         assert replicas["one"].got == []
 
 
-async def test_headers_of_one_hop_end_there_and_no_others(cluster: FakeCluster, gateway: FakeGateway, key: str) -> None:
+async def test_headers_of_one_hop_end_there_and_no_others(
+    cluster: FakeCluster, gateway: FakeGateway, key: str
+) -> None:
     given = head_of("GET", "/v1/models", key, X_Drop="1", X_Also="2", X_Kept="3", Keep_Alive="4")
     more = given[:-2] + b"connection: X-Drop , x-nothing\r\nConnection:x-also\r\n\r\n"
     async with scripted(cluster, plain, "one") as replicas:
         await gateway.sees(one="ready")
         assert b"200 OK" in await raw(gateway.url, more)
         (got,) = replicas["one"].got
-    assert [got.header(name) for name in ("x-drop", "x-also", "x-kept", "keep-alive", "connection")] == [
+    assert [
+        got.header(name) for name in ("x-drop", "x-also", "x-kept", "keep-alive", "connection")
+    ] == [
         ["1"],
         ["2"],
         ["3"],
@@ -371,17 +408,27 @@ async def test_long_headers_of_an_answer_are_passed_on(
     names = "a" * 15_000
 
     async def repeats(_: Got, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(PLAIN.replace(b"\r\n\r\n", f"\r\naccess-control-allow-headers: {names}\r\n\r\n".encode()))
+        writer.write(
+            PLAIN.replace(
+                b"\r\n\r\n", f"\r\naccess-control-allow-headers: {names}\r\n\r\n".encode()
+            )
+        )
 
     async with scripted(cluster, repeats, "one"):
         await gateway.sees(one="ready")
-        answer = await client.request(method, "/v1/models", headers={"access-control-request-headers": names})
-        assert (answer.status_code, answer.headers.get("access-control-allow-headers")) == (200, names)
+        answer = await client.request(
+            method, "/v1/models", headers={"access-control-request-headers": names}
+        )
+        assert (answer.status_code, answer.headers.get("access-control-allow-headers")) == (
+            200,
+            names,
+        )
         assert (await gateway.servers())["one"]["state"] == "ready"
 
 
 @pytest.mark.parametrize(
-    ("given", "passed"), [("\u4e2d\u00e9".encode(), "\u4e2d\u00e9"), (b"a\tb", "a\tb"), (b"caf\xe9", "caf\u00e9")]
+    ("given", "passed"),
+    [("\u4e2d\u00e9".encode(), "\u4e2d\u00e9"), (b"a\tb", "a\tb"), (b"caf\xe9", "caf\u00e9")],
 )
 async def test_values_of_headers_are_passed_on_as_utf8(
     cluster: FakeCluster, gateway: FakeGateway, key: str, given: bytes, passed: str

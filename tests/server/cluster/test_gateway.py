@@ -28,7 +28,17 @@ from manylora.server.errors import error_body
 from manylora.server.http.json_body import json_bytes
 from raw_http import head_of
 from registry_samples import facts, publish_version
-from scripted_replica import LAST_CHUNK, SSE_HEAD, Got, Script, ScriptedReplica, chunk, framed, json_answer, scripted
+from scripted_replica import (
+    LAST_CHUNK,
+    SSE_HEAD,
+    Got,
+    Script,
+    ScriptedReplica,
+    chunk,
+    framed,
+    json_answer,
+    scripted,
+)
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -83,7 +93,12 @@ async def raw(url: str, sent: bytes) -> bytes:
 
 
 def ledger_ids(*replicas: ScriptedReplica) -> set[str]:
-    return {value for each in replicas for got in each.got for value in got.header("x-manylora-ledger-id")}
+    return {
+        value
+        for each in replicas
+        for got in each.got
+        for value in got.header("x-manylora-ledger-id")
+    }
 
 
 def asked(replicas: dict[str, ScriptedReplica]) -> list[Got]:
@@ -125,7 +140,10 @@ async def test_a_replica_that_dies_before_the_client_sees_anything_is_replaced(
 
 
 async def test_a_replica_that_is_never_reached_has_nothing_to_bill(
-    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     post, names = aiohttp.ClientSession.post, list[str]()
 
@@ -154,17 +172,34 @@ async def test_a_replica_that_dies_in_the_answer_ends_it_with_an_error_and_the_c
         assert len(asked(replicas)) == 1
         (billed,) = await cluster.events(gateway.registry)
         assert {billed.id} == ledger_ids(*replicas.values())
-    assert (billed.prompt_tokens, billed.cached_tokens, billed.completion_tokens) == (7, 2, completion)
-    assert (billed.tenant, billed.status, billed.endpoint, billed.request_id) == ("acme", "error", COMPLETIONS, "mine")
+    assert (billed.prompt_tokens, billed.cached_tokens, billed.completion_tokens) == (
+        7,
+        2,
+        completion,
+    )
+    assert (billed.tenant, billed.status, billed.endpoint, billed.request_id) == (
+        "acme",
+        "error",
+        COMPLETIONS,
+        "mine",
+    )
     assert await gateway.counts() == {"retries": 0, "lost_answers": 1}
 
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/v1/messages", "overloaded_error"), ("/v1/responses", "error"), ("/v1/chat/completions", None)],
+    [
+        ("/v1/messages", "overloaded_error"),
+        ("/v1/responses", "error"),
+        ("/v1/chat/completions", None),
+    ],
 )
 async def test_the_error_in_an_answer_is_an_event_of_its_api(
-    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, path: str, kind: str | None
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    path: str,
+    kind: str | None,
 ) -> None:
     async with scripted(cluster, says(SSE_HEAD + FRAMES[0]), "one"):
         await gateway.sees(one="ready")
@@ -182,12 +217,18 @@ async def test_the_error_in_an_answer_is_an_event_of_its_api(
 async def test_a_request_whose_replicas_are_all_lost_is_an_error_that_costs_nothing(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient
 ) -> None:
-    async with scripted(cluster, says(*[SSE_HEAD] * (MAX_TRIES + 1)), "one", "two", "three", "four") as replicas:
+    async with scripted(
+        cluster, says(*[SSE_HEAD] * (MAX_TRIES + 1)), "one", "two", "three", "four"
+    ) as replicas:
         await gateway.sees(**dict.fromkeys(replicas, "ready"))
         answer = await client.post(COMPLETIONS, json=STREAM)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
         assert answer.headers["retry-after"] == "1"
-        assert [len(each.got) for each in replicas.values()].count(1) == len(asked(replicas)) == MAX_TRIES
+        assert (
+            [len(each.got) for each in replicas.values()].count(1)
+            == len(asked(replicas))
+            == MAX_TRIES
+        )
         billed = await cluster.events(gateway.registry)
         assert sorted(each.id for each in billed) == sorted(ledger_ids(*replicas.values()))
     assert sorted(each.status for each in billed) == ["error", *["retried"] * (MAX_TRIES - 1)]
@@ -196,7 +237,10 @@ async def test_a_request_whose_replicas_are_all_lost_is_an_error_that_costs_noth
 
 
 async def test_the_budget_of_retries_is_kept(
-    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Router, "may_retry", lambda _: False)
     async with scripted(cluster, says(b"", GOOD), "one", "two") as replicas:
@@ -225,19 +269,29 @@ async def test_a_replica_that_cannot_record_usage_is_asked_no_more_for_a_while_a
     code: str,
 ) -> None:
     monkeypatch.setattr(loads, "FIRST_EJECTION_S", 60.0)
-    broken = json_answer(status, orjson.dumps(error_body(CapacityError("The disk is full.", code=code))))
+    broken = json_answer(
+        status, orjson.dumps(error_body(CapacityError("The disk is full.", code=code)))
+    )
     async with scripted(cluster, says(broken, *[GOOD] * 6), "one", "two") as replicas:
         await gateway.sees(one="ready", two="ready")
         for number in range(6):
-            assert (await client.post(COMPLETIONS, json={**STREAM, "prompt": f"{number}"})).content == TEXT
+            assert (
+                await client.post(COMPLETIONS, json={**STREAM, "prompt": f"{number}"})
+            ).content == TEXT
         assert sorted(len(each.got) for each in replicas.values()) == [1, 6]
         (first,) = next(each.got for each in replicas.values() if len(each.got) == 1)
     (billed,) = await cluster.events(gateway.registry)  # overrules what the first may yet write
-    assert (billed.id, billed.status, billed.completion_tokens) == (first.header(LEDGER_ID)[0], RETRIED, 0)
+    assert (billed.id, billed.status, billed.completion_tokens) == (
+        first.header(LEDGER_ID)[0],
+        RETRIED,
+        0,
+    )
     assert await gateway.counts() == {"retries": 1, "lost_answers": 0}
 
 
-@pytest.mark.parametrize("code", ["adapter_load_failed", "adapter_blob_missing", CORRUPT, "db.unavailable", "db.lost"])
+@pytest.mark.parametrize(
+    "code", ["adapter_load_failed", "adapter_blob_missing", CORRUPT, "db.unavailable", "db.lost"]
+)
 async def test_a_refusal_that_all_replicas_would_repeat_is_final(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, code: str
 ) -> None:
@@ -250,7 +304,10 @@ async def test_a_refusal_that_all_replicas_would_repeat_is_final(
 
 
 async def test_a_body_is_not_kept_while_its_answer_streams(
-    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bodies = list[bytes]()
     is_seen = asyncio.Event()
@@ -267,10 +324,14 @@ async def test_a_body_is_not_kept_while_its_answer_streams(
     monkeypatch.setattr(gateways, "json_bytes", kept)
     async with scripted(cluster, wait, "one"):
         await gateway.sees(one="ready")
-        async with client.stream("POST", COMPLETIONS, json={**STREAM, "user": "x" * (1 << 16)}) as answer:
+        async with client.stream(
+            "POST", COMPLETIONS, json={**STREAM, "user": "x" * (1 << 16)}
+        ) as answer:
             pieces = answer.aiter_bytes()
             assert await anext(pieces) == event(1)
-            await eventually(lambda: sys.getrefcount(bodies[0]) == 2)  # the list's, and the argument
+            await eventually(
+                lambda: sys.getrefcount(bodies[0]) == 2
+            )  # the list's, and the argument
             is_seen.set()
             assert event(1) + b"".join([piece async for piece in pieces]) == TEXT
 
@@ -278,7 +339,10 @@ async def test_a_body_is_not_kept_while_its_answer_streams(
 async def test_where_all_refuse_the_client_gets_a_refusal_as_it_came(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient
 ) -> None:
-    body, headers = b'{"error":{"code":"overloaded"}}', (("retry-after", "9"), ("x-manylora-other", "kept"))
+    body, headers = (
+        b'{"error":{"code":"overloaded"}}',
+        (("retry-after", "9"), ("x-manylora-other", "kept")),
+    )
     async with scripted(cluster, says(*[json_answer(503, body, *headers)] * 2), "one", "two"):
         await gateway.sees(one="ready", two="ready")
         answer = await client.post(COMPLETIONS, json=STREAM)
@@ -393,10 +457,14 @@ async def test_what_a_drained_replica_has_sent_still_reaches_its_client(
 
 
 @pytest.mark.parametrize("sent", [b"", SSE_HEAD + FRAMES[0]])
-async def test_a_client_that_leaves_ends_the_exchange(cluster: FakeCluster, gateway: FakeGateway, sent: bytes) -> None:
+async def test_a_client_that_leaves_ends_the_exchange(
+    cluster: FakeCluster, gateway: FakeGateway, sent: bytes
+) -> None:
     is_over = asyncio.Event()
 
-    async def until_left(_: Got, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def until_left(
+        _: Got, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.write(sent)
         assert await reader.read() == b""
         is_over.set()
@@ -497,13 +565,18 @@ async def test_a_gateway_that_drains_refuses_what_is_new_and_ends_streams_at_its
             for path in (COMPLETIONS, "/v1/models", "/ready"):
                 method = "POST" if path == COMPLETIONS else "GET"
                 refused = await client.request(method, path, json=ASK if method == "POST" else None)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server.draining")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    503,
+                    "server.draining",
+                )
             assert (await client.get("/health")).status_code == 200
             rest = b"".join([piece async for piece in pieces])
         assert error_of(rest.decode())["error"]["code"] == "server.draining"
         assert await draining == 1
     (billed,) = await cluster.events(gateway.registry)
-    assert (billed.status, billed.prompt_tokens, billed.completion_tokens) == ("error", 7, 1), "what the client got"
+    assert (billed.status, billed.prompt_tokens, billed.completion_tokens) == ("error", 7, 1), (
+        "what the client got"
+    )
 
 
 async def test_a_gateway_that_drains_finishes_what_runs(
@@ -548,16 +621,28 @@ async def test_a_replica_gets_what_the_client_sent_without_what_is_between_the_s
     }
     async with scripted(cluster, says(GOOD), "one") as replicas:
         await gateway.sees(one="ready")
-        head = head_of("POST", f"{COMPLETIONS}?a=%2F+%20&a=2", key, Content_Length=str(len(body)), **given)
+        head = head_of(
+            "POST", f"{COMPLETIONS}?a=%2F+%20&a=2", key, Content_Length=str(len(body)), **given
+        )
         answer = await raw(gateway.url, head[:-2] + b"x-twice: 2\r\n\r\n" + body)
         (got,) = asked(replicas)
     assert got.line == f"POST {COMPLETIONS}?a=%2F+%20&a=2 HTTP/1.1"
     assert got.body == body
-    for name in ("x-manylora-cluster", "x-manylora-ledger-id", "x-manylora-weight-share", "x-manylora-sticky"):
+    for name in (
+        "x-manylora-cluster",
+        "x-manylora-ledger-id",
+        "x-manylora-weight-share",
+        "x-manylora-sticky",
+    ):
         assert len(got.header(name)) == 1
         assert "forged" not in got.header(name)[0]
     assert got.header("x-manylora-weight-share") != ["0.5"]
-    assert got.header("x-manylora-length") == got.header("te") == got.header("proxy-authorization") == []
+    assert (
+        got.header("x-manylora-length")
+        == got.header("te")
+        == got.header("proxy-authorization")
+        == []
+    )
     assert got.header("x-request-id") == ["mine"]
     assert got.header("x-twice") == ["1", "2"]
     assert got.header("host") == ["x"]
@@ -593,7 +678,8 @@ async def test_paths_and_queries_are_passed_on_as_they_came(
 
 
 @pytest.mark.parametrize(
-    "user", ["a\r\nx-manylora-weight-share: 0.001\r\n\r\nGET /", "\u4e2d\u00e9", "x" * 100_000, "\0"]
+    "user",
+    ["a\r\nx-manylora-weight-share: 0.001\r\n\r\nGET /", "\u4e2d\u00e9", "x" * 100_000, "\0"],
 )
 async def test_a_user_is_no_way_into_the_head_of_a_request(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, user: str
@@ -610,7 +696,9 @@ async def test_a_user_is_no_way_into_the_head_of_a_request(
     assert len(first[0]) <= 64
 
 
-@pytest.mark.parametrize("selector", ["sql", "sql@1", "demo:sql", "sql@{digest}", "demo:sql@{digest}"])
+@pytest.mark.parametrize(
+    "selector", ["sql", "sql@1", "demo:sql", "sql@{digest}", "demo:sql@{digest}"]
+)
 async def test_the_adapter_of_a_lost_answer_is_billed(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, selector: str
 ) -> None:
@@ -621,14 +709,23 @@ async def test_the_adapter_of_a_lost_answer_is_billed(
         model = selector.format(digest=version.digest)
         await client.post(COMPLETIONS, json={**STREAM, "model": model})
     (billed,) = await cluster.events(gateway.registry)
-    assert (billed.adapter, billed.adapter_version, billed.adapter_digest) == ("sql", 1, version.digest)
+    assert (billed.adapter, billed.adapter_version, billed.adapter_digest) == (
+        "sql",
+        1,
+        version.digest,
+    )
 
 
 @pytest.mark.parametrize(("query", "model"), [("?tenant=acme", "sql"), ("", "acme/sql")])
-async def test_an_admin_acts_for_a_tenant(cluster: FakeCluster, gateway: FakeGateway, query: str, model: str) -> None:
+async def test_an_admin_acts_for_a_tenant(
+    cluster: FakeCluster, gateway: FakeGateway, query: str, model: str
+) -> None:
     tenant = await cluster.registry.tenants.create_tenant("acme")
     _, version, _ = await publish_version(cluster.registry, tenant.id, "sql", facts("weights"))
-    async with scripted(cluster, says(SSE_HEAD + FRAMES[0]), "one"), gateway.client(ADMIN_KEY) as admin:
+    async with (
+        scripted(cluster, says(SSE_HEAD + FRAMES[0]), "one"),
+        gateway.client(ADMIN_KEY) as admin,
+    ):
         await gateway.sees(one="ready")
         await admin.post(COMPLETIONS + query, json={**STREAM, "model": model})
     (billed,) = await cluster.events(gateway.registry)
@@ -643,7 +740,10 @@ async def test_without_authentication_requests_are_routed_and_billed_as_the_defa
     _, version, _ = await publish_version(cluster.registry, tenant.id, "sql", facts("weights"))
     gateway = await cluster.gateway("open", auth="off")
     broken = SSE_HEAD + FRAMES[0]
-    async with scripted(cluster, says(*[GOOD] * 8, broken), "one", "two") as replicas, gateway.client(None) as client:
+    async with (
+        scripted(cluster, says(*[GOOD] * 8, broken), "one", "two") as replicas,
+        gateway.client(None) as client,
+    ):
         await gateway.sees(one="ready", two="ready")
         for number in range(9):
             await client.post(COMPLETIONS, json={**STREAM, "model": "sql", "prompt": f"{number}"})
@@ -654,7 +754,10 @@ async def test_without_authentication_requests_are_routed_and_billed_as_the_defa
 
 
 async def test_usage_that_cannot_be_recorded_still_ends_the_stream_with_its_error(
-    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def full(_: object) -> None:
         raise CapacityError("The disk is full.", code="storage.full")
@@ -667,7 +770,10 @@ async def test_usage_that_cannot_be_recorded_still_ends_the_stream_with_its_erro
 
 
 async def test_an_ephemeral_adapter_is_asked_only_of_the_server_that_holds_it(
-    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tenant = await cluster.registry.tenants.get_tenant("acme")
     await publish_version(cluster.registry, tenant.id, "sql", facts("weights"))
@@ -689,7 +795,9 @@ async def test_an_ephemeral_adapter_is_asked_only_of_the_server_that_holds_it(
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
 
 
-@pytest.mark.parametrize("server", ["http://elsewhere.example", "nobody", "", "one@elsewhere.example"])
+@pytest.mark.parametrize(
+    "server", ["http://elsewhere.example", "nobody", "", "one@elsewhere.example"]
+)
 async def test_a_server_can_be_named_only_if_it_is_listed(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, server: str
 ) -> None:
@@ -701,7 +809,10 @@ async def test_a_server_can_be_named_only_if_it_is_listed(
 
 
 async def test_an_answer_of_another_route_that_breaks_is_cut_off(
-    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links, "SILENT_S", 0.5)
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 100\r\n\r\nhalf"

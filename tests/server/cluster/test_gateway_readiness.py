@@ -37,12 +37,15 @@ async def gateway_of_its_own(api: Api, folder: Path, stack: AsyncExitStack) -> F
 
 async def reasons(gateway: FakeGateway) -> list[str]:
     lines = (await gateway.metrics_page()).splitlines()
-    of_reason = [line for line in lines if line.startswith("manylora_not_ready{") and line.endswith(" 1.0")]
+    of_reason = [
+        line for line in lines if line.startswith("manylora_not_ready{") and line.endswith(" 1.0")
+    ]
     return [line.split('reason="')[1].split('"')[0] for line in of_reason]
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code"), [(errno.ENOSPC, 507, "storage.full"), (errno.EROFS, 503, "storage.unavailable")]
+    ("error", "status", "code"),
+    [(errno.ENOSPC, 507, "storage.full"), (errno.EROFS, 503, "storage.unavailable")],
 )
 async def test_a_gateway_that_cannot_bill_passes_nothing_on(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, status: int, code: str

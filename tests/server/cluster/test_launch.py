@@ -51,7 +51,9 @@ class Done(Exception):  # noqa: N818 - no error
     pass
 
 
-@pytest.mark.parametrize(("lives_s", "delays"), [(1, [0.5, 1, 2, 4, 8, 16, 30, 30]), (61, [0.5] * 8)])
+@pytest.mark.parametrize(
+    ("lives_s", "delays"), [(1, [0.5, 1, 2, 4, 8, 16, 30, 30]), (61, [0.5] * 8)]
+)
 def test_the_delays_grow_until_a_child_lives_for_long(
     monkeypatch: pytest.MonkeyPatch, lives_s: float, delays: list[float]
 ) -> None:
@@ -75,10 +77,14 @@ def test_the_delays_grow_until_a_child_lives_for_long(
     with pytest.raises(Done):
         asyncio.run(launch._keep("replica-0", FakeChild, running, lines.append))  # type: ignore[arg-type]
     assert slept == delays
-    assert lines[1] == f"manylora: replica-0 ended with status 3 and starts again in {delays[1]:g} s"
+    assert (
+        lines[1] == f"manylora: replica-0 ended with status 3 and starts again in {delays[1]:g} s"
+    )
 
 
-def test_a_child_that_does_not_answer_for_a_while_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_does_not_answer_for_a_while_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It answers some looks, misses some, answers again, and is stopped then."""
     answers = [True, False, False, True, True, False, True, False, False, False]
     lines: list[str] = []
@@ -121,7 +127,9 @@ MODEL = ("--model", str(DEMO_MODEL))
 def ended(*arguments: str, **env: str | None) -> tuple[int, str]:
     """Status and output of the command."""
     command = ["cluster", "up", "--port", "0", *arguments]
-    done = CliRunner().invoke(make_app(), command, env={"MANYLORA_ADMIN_KEY": None, "MANYLORA_PEPPER": None, **env})
+    done = CliRunner().invoke(
+        make_app(), command, env={"MANYLORA_ADMIN_KEY": None, "MANYLORA_PEPPER": None, **env}
+    )
     return done.exit_code, done.output
 
 
@@ -134,19 +142,34 @@ def up(*arguments: str, **env: str | None) -> str:
 def test_servers_get_every_setting_and_one_set_of_secrets(started: Started, tmp_path: Path) -> None:
     file = tmp_path / "manylora.yaml"
     file.write_text("tenant_defaults: {requests_per_minute: null}\nmemory: {prefix_cache: false}\n")
-    given = ("--set", "scheduler.max_running=7", "--config", str(file), "--data-dir", str(tmp_path / "d"))
+    given = (
+        "--set",
+        "scheduler.max_running=7",
+        "--config",
+        str(file),
+        "--data-dir",
+        str(tmp_path / "d"),
+    )
     shown = up("--replicas", "3", *given, MANYLORA_SERVER__DRAIN_S="12.5")
     assert set(started) == {"gateway", "replica-0", "replica-1", "replica-2"}
-    config = load_config({}, {n: v for n, v in started["replica-0"][1].items() if n.startswith("MANYLORA_")})
+    config = load_config(
+        {}, {n: v for n, v in started["replica-0"][1].items() if n.startswith("MANYLORA_")}
+    )
     assert isinstance(config, Config)
-    assert (config.scheduler.max_running, config.server.drain_s, config.memory.prefix_cache) == (7, 12.5, False)
+    assert (config.scheduler.max_running, config.server.drain_s, config.memory.prefix_cache) == (
+        7,
+        12.5,
+        False,
+    )
     assert config.tenant_defaults.requests_per_minute is None
     assert config.registry.database_url == f"sqlite:///{tmp_path}/d/registry.sqlite"
     secrets = {tuple(env[name] for name in launch.SECRETS) for _, env in started.values()}
     assert len(secrets) == 1
     assert secrets.pop()[0] in shown
     up(*given)
-    assert (tmp_path / "d" / "cluster.pepper").read_text() == started["gateway"][1]["MANYLORA_PEPPER"]
+    assert (tmp_path / "d" / "cluster.pepper").read_text() == started["gateway"][1][
+        "MANYLORA_PEPPER"
+    ]
 
 
 def test_replicas_share_cores_and_gpus_and_the_gateway_alone_has_the_ports(
@@ -168,7 +191,9 @@ def test_replicas_share_cores_and_gpus_and_the_gateway_alone_has_the_ports(
     up("--set", "server.host=0.0.0.0", *given)
     arguments, env = started["replica-0"]
     at = {"role": "replica", "host": arguments[arguments.index("--host") + 1]}
-    config = load_config({"server": at}, {name: value for name, value in env.items() if name.startswith("MANYLORA_")})
+    config = load_config(
+        {"server": at}, {name: value for name, value in env.items() if name.startswith("MANYLORA_")}
+    )
     assert config.server.advertised_url is None
 
 
@@ -179,11 +204,22 @@ def test_ray_gets_a_token_of_its_own_unless_it_runs_already(
     up("--ray", "--data-dir", str(tmp_path), RAY_AUTH_MODE=None, RAY_AUTH_TOKEN_PATH=None)
     assert set(started) == {"gateway", "ray"}
     env = started["ray"][1]
-    assert (env["RAY_AUTH_MODE"], env["RAY_AUTH_TOKEN_PATH"]) == ("token", str(tmp_path / "ray.token"))
+    assert (env["RAY_AUTH_MODE"], env["RAY_AUTH_TOKEN_PATH"]) == (
+        "token",
+        str(tmp_path / "ray.token"),
+    )
     assert (tmp_path / "ray.token").stat().st_mode & 0o777 == 0o600
     up("--ray", "--data-dir", str(tmp_path), RAY_AUTH_TOKEN_PATH="/elsewhere")
     assert started["ray"][1]["RAY_AUTH_TOKEN_PATH"] == "/elsewhere"
-    up("--ray", "--data-dir", str(tmp_path), "--address", "auto", RAY_AUTH_MODE=None, RAY_AUTH_TOKEN_PATH=None)
+    up(
+        "--ray",
+        "--data-dir",
+        str(tmp_path),
+        "--address",
+        "auto",
+        RAY_AUTH_MODE=None,
+        RAY_AUTH_TOKEN_PATH=None,
+    )
     assert "RAY_AUTH_MODE" not in started["ray"][1]
     assert '"address": "auto"' in started["ray"][0][-1]
 
@@ -208,16 +244,22 @@ def test_what_cannot_be_started_is_refused_in_words(
     (single / "pepper").write_text("00" * 32)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = {"empty": empty, "single": single, "taken": taken.getsockname()[1]}
-        status, output = ended("--data-dir", str(tmp_path / "d"), *(each.format(**places) for each in arguments))
+        status, output = ended(
+            "--data-dir", str(tmp_path / "d"), *(each.format(**places) for each in arguments)
+        )
     assert (status, message in output) == (2, True), output
     assert started == {}
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("aiohttp", "cluster"), ("ray", "ray")])
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str, extra: str) -> None:
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, missing: str, extra: str
+) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None if name == missing else True)
     done = CliRunner().invoke(make_app(), ["cluster", "up", "--ray", "--model", str(DEMO_MODEL)])
-    assert (done.exit_code, f"pip install 'manylora[{extra}]'" in done.output) == (2, True), done.output
+    assert (done.exit_code, f"pip install 'manylora[{extra}]'" in done.output) == (2, True), (
+        done.output
+    )
 
 
 def test_a_child_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,10 @@ async def test_requests_of_a_lost_replica_are_cut_and_it_comes_back(cluster: Fak
     async with scripted(cluster, idle, "one", "two") as replicas:
         await links.start()
         await _until(lambda: _ready(router) == {"one", "two"})
-        with links.using("one", lambda: cuts.append("one")), links.using("two", lambda: cuts.append("two")):
+        with (
+            links.using("one", lambda: cuts.append("one")),
+            links.using("two", lambda: cuts.append("two")),
+        ):
             with links.using("one", lambda: cuts.append("over")):
                 pass
             replicas["one"].die()
@@ -72,9 +75,13 @@ async def test_a_report_without_an_end_is_not_kept_in_memory(
                 writer.write(b" " * (1 << 14))
                 await writer.drain()
 
-    links = Links(cluster.registry.servers, Router(time.monotonic), cluster_token(cluster.registry.key_ring))
+    links = Links(
+        cluster.registry.servers, Router(time.monotonic), cluster_token(cluster.registry.key_ring)
+    )
     async with await asyncio.start_server(babble, "127.0.0.1", 0) as server:
-        row = ScriptedReplica("one", "", idle).row(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        row = ScriptedReplica("one", "", idle).row(
+            url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        )
         await cluster.registry.servers.announce(row)
         await links.start()
         await _until(lambda: num_connections >= 2)  # it left, and looks whether that has passed
@@ -101,7 +108,9 @@ async def test_requests_of_a_boot_that_another_one_replaces_are_cut(cluster: Fak
         await links.close()
 
 
-async def test_another_server_at_the_address_is_not_taken_for_the_replica(cluster: FakeCluster) -> None:
+async def test_another_server_at_the_address_is_not_taken_for_the_replica(
+    cluster: FakeCluster,
+) -> None:
     router = Router(time.monotonic)
     links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
     async with scripted(cluster, idle, "one", "two") as replicas:
@@ -137,8 +146,21 @@ async def test_a_replica_with_another_pepper_is_not_ready(
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "nothing", "file:///etc/passwd", "http://", "http://[::1", "http://a b", "http://x:99999"),
-        *("http://user:secret@127.0.0.1:9", "http://127.0.0.1:1/\r\nx: y", "unix:/x", "http://\u4e2d.invalid"),
+        *(
+            "",
+            "nothing",
+            "file:///etc/passwd",
+            "http://",
+            "http://[::1",
+            "http://a b",
+            "http://x:99999",
+        ),
+        *(
+            "http://user:secret@127.0.0.1:9",
+            "http://127.0.0.1:1/\r\nx: y",
+            "unix:/x",
+            "http://\u4e2d.invalid",
+        ),
     ],
 )
 async def test_a_row_with_a_bad_address_harms_no_others(
@@ -151,7 +173,9 @@ async def test_a_row_with_a_bad_address_harms_no_others(
         await servers.announce(replicas["one"].row(name="bad", url=url))
         await links.start()
         await _until(lambda: _ready(router) == {"one"})
-        await servers.announce(replicas["one"].row(name="bad", boot_id="second", url="http://127.0.0.1:1"))
+        await servers.announce(
+            replicas["one"].row(name="bad", boot_id="second", url="http://127.0.0.1:1")
+        )
         followers = {task.get_name() for task in asyncio.all_tasks()}
         await asyncio.sleep(0.2)
         assert "manylora-bad" in followers
@@ -188,7 +212,9 @@ async def test_what_is_known_goes_on_while_the_database_is_away_and_after_a_row_
         await links.close()
 
 
-@pytest.mark.parametrize(("state", "cut"), [("draining", []), ("ready", ["one"]), ("down", ["one"])])
+@pytest.mark.parametrize(
+    ("state", "cut"), [("draining", []), ("ready", ["one"]), ("down", ["one"])]
+)
 async def test_reports_that_end_are_a_loss_unless_the_replica_has_drained(
     cluster: FakeCluster, state: str, cut: list[str]
 ) -> None:
@@ -216,7 +242,10 @@ async def test_a_gateway_that_stood_still_loses_no_replica_but_one_that_is_silen
     async with scripted(cluster, idle, "one", "two") as replicas:
         await links.start()
         await _until(lambda: _ready(router) == {"one", "two"})
-        with links.using("one", lambda: cuts.append("one")), links.using("two", lambda: cuts.append("two")):
+        with (
+            links.using("one", lambda: cuts.append("one")),
+            links.using("two", lambda: cuts.append("two")),
+        ):
             for _ in range(3):
                 time.sleep(1.0)  # noqa: ASYNC251 - this blocks the loop as SIGSTOP does
                 await asyncio.sleep(0.1)
@@ -230,7 +259,10 @@ async def test_a_gateway_that_stood_still_loses_no_replica_but_one_that_is_silen
 
 @pytest.mark.parametrize("trouble", ["replica_refuses", "replica_not_reached"])
 async def test_a_replica_that_is_not_reached_is_logged_at_once_and_then_at_times(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trouble: str
+    cluster: FakeCluster,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str,
 ) -> None:
     router, printed, tries = Router(time.monotonic), "", 0
     links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
@@ -247,7 +279,9 @@ async def test_a_replica_that_is_not_reached_is_logged_at_once_and_then_at_times
     await links.start()
     await _until(lambda: tries > 5)
     printed += capsys.readouterr().out
-    assert [line for line in printed.splitlines() if trouble in line and "hint" in line] == printed.splitlines()
+    assert [
+        line for line in printed.splitlines() if trouble in line and "hint" in line
+    ] == printed.splitlines()
     assert printed.count(trouble) == 1
     monkeypatch.setattr(links_module, "TROUBLE_S", 0.0)
     await _until(lambda: tries > 10)
@@ -256,7 +290,9 @@ async def test_a_replica_that_is_not_reached_is_logged_at_once_and_then_at_times
     stranger.die()
 
 
-async def test_a_report_that_is_no_report_counts_as_lost(cluster: FakeCluster, gateway: FakeGateway) -> None:
+async def test_a_report_that_is_no_report_counts_as_lost(
+    cluster: FakeCluster, gateway: FakeGateway
+) -> None:
     async with scripted(cluster, idle, "one") as replicas:
         await gateway.sees(one="ready")
         replicas["one"].state = "unheard of"

@@ -54,7 +54,9 @@ async def test_a_drain_is_told_at_once_and_waits_for_no_database(
     await member.stop()
 
 
-async def test_beats_outlive_an_outage_of_the_database(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beats_outlive_an_outage_of_the_database(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers, num_failed = cluster.registry.servers, 0
     member = Membership(servers, OWN)
     await member.start()
@@ -82,7 +84,10 @@ async def test_beats_outlive_an_outage_of_the_database(cluster: FakeCluster, mon
 
 
 async def test_two_servers_with_one_name_say_so(cluster: FakeCluster) -> None:
-    one, other = (Membership(cluster.registry.servers, replace(OWN, boot_id=boot_id)) for boot_id in ("one", "other"))
+    one, other = (
+        Membership(cluster.registry.servers, replace(OWN, boot_id=boot_id))
+        for boot_id in ("one", "other")
+    )
     with capture_logs() as logs:
         await one.start()
         await asyncio.sleep(0.1)
@@ -95,7 +100,9 @@ async def test_two_servers_with_one_name_say_so(cluster: FakeCluster) -> None:
         await each.stop()
 
 
-async def test_a_start_without_a_database_fails(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_without_a_database_fails(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def away(_: Server) -> None:
         raise CapacityError("The database is away.")
 

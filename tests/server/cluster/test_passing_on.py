@@ -23,7 +23,15 @@ ASK = {"model": "demo", "prompt": "x"}
 STREAM = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
 LONG = {**STREAM, "max_tokens": 200, "ignore_eos": True}
 LIMIT = 64 * 1024
-KEPT = ("content-type", "content-length", "www-authenticate", "allow", "retry-after", "cache-control", "vary")
+KEPT = (
+    "content-type",
+    "content-length",
+    "www-authenticate",
+    "allow",
+    "retry-after",
+    "cache-control",
+    "vary",
+)
 
 
 @pytest.fixture
@@ -46,7 +54,9 @@ class RawClient:
 
     async def answer(self) -> tuple[int, dict[str, list[str]], bytes]:
         """Status, headers and body of the next answer."""
-        line, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
+        line, *lines = (
+            (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
+        )
         headers: dict[str, list[str]] = {}
         for each in lines:
             name, _, value = each.partition(": ")
@@ -87,8 +97,12 @@ REFUSED: dict[str, Any] = {
     "no object": lambda key: post(b"[]", key),
     "not UTF-8": lambda key: post(b'{"model": "\xff"}', key),
     "duplicate keys": lambda key: post(b'{"model": "demo", "model": "demo", "prompt": "x"}', key),
-    "a deep body": lambda key: post(b'{"model":"demo","prompt":' + b"[" * 20_000 + b"]" * 20_000 + b"}", key),
-    "a lone surrogate": lambda key: post(b'{"model": "demo", "prompt": "x", "user": "\\ud800"}', key),
+    "a deep body": lambda key: post(
+        b'{"model":"demo","prompt":' + b"[" * 20_000 + b"]" * 20_000 + b"}", key
+    ),
+    "a lone surrogate": lambda key: post(
+        b'{"model": "demo", "prompt": "x", "user": "\\ud800"}', key
+    ),
     "a model that is no text": lambda key: post(b'{"model": 5, "prompt": "x"}', key),
     "an unknown model": lambda key: post(b'{"model": "none", "prompt": "x"}', key),
     "an unknown field": lambda key: post(b'{"model": "demo", "prompt": "x", "odd": 1}', key),
@@ -99,19 +113,27 @@ REFUSED: dict[str, Any] = {
     "another method": lambda key: head_of("GET", COMPLETIONS, key),
     "an anthropic error": lambda key: post(b"{}", key, "/v1/messages"),
     "a responses error": lambda key: post(b"{}", key, "/v1/responses"),
-    "a tenant of others": lambda key: post(json.dumps(ASK).encode(), key, COMPLETIONS + "?tenant=other"),
+    "a tenant of others": lambda key: post(
+        json.dumps(ASK).encode(), key, COMPLETIONS + "?tenant=other"
+    ),
     "no HTTP": lambda _: b"\0\0\0\0\r\n\r\n",
     "a long head": lambda key: head_of("GET", "/v1/models", key, Long="x" * 20_000),
     "two lengths": lambda key: post(b"{}", key)[:-4] + b"\r\ncontent-length: 3\r\n\r\n{}",
     "a length and chunks": lambda key: post(b"{}", key, Transfer_Encoding="chunked"),
-    "a folded header": lambda key: head_of("GET", "/v1/models", key, Odd="a\r\n x-manylora-cluster: b"),
+    "a folded header": lambda key: head_of(
+        "GET", "/v1/models", key, Odd="a\r\n x-manylora-cluster: b"
+    ),
     "a header without a name": lambda key: head_of("GET", "/v1/models", key)[:-2] + b": x\r\n\r\n",
-    "a space in a name": lambda key: head_of("GET", "/v1/models", key)[:-2] + b"x-manylora-cluster : x\r\n\r\n",
+    "a space in a name": lambda key: (
+        head_of("GET", "/v1/models", key)[:-2] + b"x-manylora-cluster : x\r\n\r\n"
+    ),
     "HEAD": lambda key: head_of("HEAD", "/v1/models", key),
     "HEAD of health": lambda _: head_of("HEAD", "/health", None),
     "OPTIONS": lambda key: head_of("OPTIONS", COMPLETIONS, key),
     "a page": lambda _: head_of("GET", "/", None),
-    "a page that is fresh": lambda _: head_of("GET", "/static/manylora.svg", None, If_None_Match="*"),
+    "a page that is fresh": lambda _: head_of(
+        "GET", "/static/manylora.svg", None, If_None_Match="*"
+    ),
     "a redirect": lambda key: head_of("GET", "/static", key),
     "a path that goes up": lambda _: head_of("GET", "/static/../../v1/engine", None),
 }
@@ -142,7 +164,9 @@ async def test_an_answer_is_that_of_the_replica(
     for name in KEPT:
         assert passed[1].get(name) == direct[1].get(name), name
     for headers in (direct[1], passed[1]):
-        assert len(headers.get("x-request-id", [""])) == len(headers.get("content-length", [""])) == 1
+        assert (
+            len(headers.get("x-request-id", [""])) == len(headers.get("content-length", [""])) == 1
+        )
     assert not gateway.drain.num_running
 
 
@@ -165,28 +189,41 @@ async def test_expect_is_answered_by_the_gateway_itself(gateway: FakeGateway, ke
     assert (await raw.answer())[0] == 200
     raw.writer.close()
     raw = await raw_client(gateway.url)
-    raw.writer.write(head_of("POST", COMPLETIONS, key, Content_Length=str(LIMIT + 1), Expect="100-continue"))
+    raw.writer.write(
+        head_of("POST", COMPLETIONS, key, Content_Length=str(LIMIT + 1), Expect="100-continue")
+    )
     status, headers, _ = await raw.answer()
     assert (status, headers["connection"]) == (413, ["close"])
     raw.writer.close()
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-async def test_uploads_pass_through(gateway: FakeGateway, client: httpx.AsyncClient, key: str, in_chunks: bool) -> None:
+async def test_uploads_pass_through(
+    gateway: FakeGateway, client: httpx.AsyncClient, key: str, in_chunks: bool
+) -> None:
     files = sound()
     body = form(("name", b"sql"), ("config", files.config), ("weights", files.weights))
     pieces = [body[at : at + 5000] for at in range(0, len(body), 5000)]
     sent = [*chunked(pieces), b"0\r\n\r\n"] if in_chunks else pieces
-    answer = parsed(await said(gateway.url, [upload_head(key, None if in_chunks else len(body)), *sent]))
+    answer = parsed(
+        await said(gateway.url, [upload_head(key, None if in_chunks else len(body)), *sent])
+    )
     assert answer[0].split()[1] == "201", answer
-    assert [each["id"] for each in (await client.get("/v1/models")).json()["data"]] == ["demo", "sql"]
+    assert [each["id"] for each in (await client.get("/v1/models")).json()["data"]] == [
+        "demo",
+        "sql",
+    ]
 
 
 async def test_uploads_that_are_refused_early_end_and_harm_nothing(
     gateway: FakeGateway, client: httpx.AsyncClient, cluster: FakeCluster
 ) -> None:
     no_scope = await cluster.key("acme", "infer")
-    for key, length, status in ((None, 1 << 30, 401), (no_scope, 1 << 30, 403), (no_scope, None, 403)):
+    for key, length, status in (
+        (None, 1 << 30, 401),
+        (no_scope, 1 << 30, 403),
+        (no_scope, None, 403),
+    ):
         reader, writer = await connect(gateway.url)
         writer.write(upload_head(key, length))
         piece = b"x" * 65536 if length else b"10000\r\n" + b"x" * 65536 + b"\r\n"
@@ -206,7 +243,9 @@ async def test_uploads_that_are_refused_early_end_and_harm_nothing(
     await eventually(lambda: not gateway.drain.num_running)
 
 
-async def test_a_client_that_leaves_within_an_upload_ends_it(gateway: FakeGateway, key: str) -> None:
+async def test_a_client_that_leaves_within_an_upload_ends_it(
+    gateway: FakeGateway, key: str
+) -> None:
     _, writer = await connect(gateway.url)
     writer.write(upload_head(key, 1 << 20) + b"--b\r\n")
     await eventually(lambda: gateway.drain.num_running)
@@ -231,7 +270,9 @@ async def test_the_dashboards_session_passes_through(gateway: FakeGateway) -> No
         assert refused.status_code in (401, 403)
 
 
-async def test_pages_of_other_origins_are_answered_as_the_gateways_settings_say(cluster: FakeCluster) -> None:
+async def test_pages_of_other_origins_are_answered_as_the_gateways_settings_say(
+    cluster: FakeCluster,
+) -> None:
     await cluster.replica("one")
     origin = "https://chat.example.org"
     gateway = await cluster.gateway("cors", cors_origins=origin)
@@ -243,7 +284,10 @@ async def test_pages_of_other_origins_are_answered_as_the_gateways_settings_say(
     }
     async with gateway.client(await cluster.key("acme")) as client:
         preflight = await client.options(COMPLETIONS, headers=asks)
-        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, origin)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (
+            200,
+            origin,
+        )
         answer = await client.post(COMPLETIONS, json=STREAM, headers={"origin": origin})
         assert answer.headers.get_list("access-control-allow-origin") == [origin]
 
@@ -279,7 +323,10 @@ async def test_what_a_client_got_is_billed_once(
     answer = await client.post(COMPLETIONS, json=body)
     usage = answer.json()["usage"] if not stream else usage_of(answer.text)
     (billed,) = await cluster.events()
-    assert (billed.prompt_tokens, billed.completion_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert (billed.prompt_tokens, billed.completion_tokens) == (
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )
     assert billed.status == "length"
 
 
@@ -314,14 +361,20 @@ async def test_an_answer_that_breaks_is_billed_once_whoever_writes_first(
 
 @pytest.mark.parametrize("is_gateway_first", [True, False])
 async def test_an_answer_after_a_broken_connection_is_billed_alone_and_once(
-    cluster: FakeCluster, gateway: FakeGateway, replica: FakeReplica, client: httpx.AsyncClient, is_gateway_first: bool
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    replica: FakeReplica,
+    client: httpx.AsyncClient,
+    is_gateway_first: bool,
 ) -> None:
     """The replica that was asked first lives on, and bills what it has computed as if its client had left."""
     both = [replica, await cluster.replica("two", max_body_bytes=LIMIT)]
     await gateway.sees(one="ready", two="ready")
     for each in both:
         each.api.engine.token_s = 0.02
-    asking = asyncio.create_task(client.post(COMPLETIONS, json={**ASK, "max_tokens": 50, "ignore_eos": True}))
+    asking = asyncio.create_task(
+        client.post(COMPLETIONS, json={**ASK, "max_tokens": 50, "ignore_eos": True})
+    )
     await eventually(lambda: any(len(each.api.engine.requests) for each in both))
     first = next(each for each in both if each.api.engine.requests)
     await asyncio.sleep(0.3)
@@ -333,7 +386,10 @@ async def test_an_answer_after_a_broken_connection_is_billed_alone_and_once(
     for registry in order if is_gateway_first else reversed(order):
         await registry.usage.flush()
     events = await cluster.events(gateway.registry)
-    assert sorted((event.status, event.completion_tokens) for event in events) == [("length", 50), ("retried", 0)]
+    assert sorted((event.status, event.completion_tokens) for event in events) == [
+        ("length", 50),
+        ("retried", 0),
+    ]
     assert sum(event.prompt_tokens for event in events) == answer.json()["usage"]["prompt_tokens"]
     usage = (await client.get("/v1/usage")).json()["totals"]
     assert (usage["requests"], usage["completion_tokens"]) == (1, 50)
@@ -367,7 +423,9 @@ async def test_another_replica_answers_for_one_whose_engine_is_away_and_that_cou
             num_served, before = len(serves.api.engine.requests), len(await cluster.events())
             away.api.engine.failure_after, serves.api.engine.failure_after = 0, None
             for number in range(4):
-                answer = await client.post(COMPLETIONS, json={**(STREAM if stream else ASK), "user": f"u{number}"})
+                answer = await client.post(
+                    COMPLETIONS, json={**(STREAM if stream else ASK), "user": f"u{number}"}
+                )
                 assert answer.status_code == 200
             assert len(await cluster.events()) == before + 4
             assert len(serves.api.engine.requests) == num_served + 4
@@ -377,12 +435,17 @@ async def test_another_replica_answers_for_one_whose_engine_is_away_and_that_cou
 
 
 async def test_replicas_that_all_refuse_bill_nothing(
-    cluster: FakeCluster, replica: FakeReplica, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster,
+    replica: FakeReplica,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica.api.engine.failure_after = 0
     answer = await client.post(COMPLETIONS, json=ASK)
     assert answer.status_code == 503
-    assert sum(event.completion_tokens + event.prompt_tokens for event in await cluster.events()) == 0
+    assert (
+        sum(event.completion_tokens + event.prompt_tokens for event in await cluster.events()) == 0
+    )
     ready: EngineReady | None = replica.api.engine.ready
     monkeypatch.setattr(replica.api.engine, "ready", None)
     assert ready is not None
@@ -408,10 +471,16 @@ async def test_gateway_and_replica_choose_one_version_of_an_alias(
     gateway.registry.adapters.resolve = kept  # type: ignore[method-assign,assignment]
     answered = []
     for number in range(12):
-        for headers, fields in (({}, {"user": f"\u00e9{number}"}), ({"x-session-id": f"s{number}"}, {}), ({}, {})):
+        for headers, fields in (
+            ({}, {"user": f"\u00e9{number}"}),
+            ({"x-session-id": f"s{number}"}, {}),
+            ({}, {}),
+        ):
             body = {**ASK, "model": "sql@live", **fields}
             answered.append(
-                (await client.post(COMPLETIONS, json=body, headers=headers)).headers["x-manylora-adapter-digest"]
+                (await client.post(COMPLETIONS, json=body, headers=headers)).headers[
+                    "x-manylora-adapter-digest"
+                ]
             )
     assert answered == chosen
     assert len(set(chosen)) == 2
@@ -435,7 +504,9 @@ async def test_internal_headers_of_clients_mean_nothing_to_replicas(
     assert replica.api.engine.requests[0].flow.weight == 1.0
 
 
-@pytest.mark.parametrize("path", ["/internal/state", "/internal%2Fstate", "/%69nternal/state?x=1", "/internal/x"])
+@pytest.mark.parametrize(
+    "path", ["/internal/state", "/internal%2Fstate", "/%69nternal/state?x=1", "/internal/x"]
+)
 @pytest.mark.parametrize("who", ["a tenant", "an admin"])
 async def test_what_replicas_tell_gateways_is_told_to_nobody_else(
     gateway: FakeGateway, replica: FakeReplica, key: str, path: str, who: str
@@ -448,7 +519,9 @@ async def test_what_replicas_tell_gateways_is_told_to_nobody_else(
     assert [answer.count(b'"code":"not_found"') for answer in answers] == [1, 1]
 
 
-async def test_without_authentication_requests_count_for_the_default_tenant(cluster: FakeCluster) -> None:
+async def test_without_authentication_requests_count_for_the_default_tenant(
+    cluster: FakeCluster,
+) -> None:
     replica = await cluster.replica("one", auth="off")
     gateway = await cluster.gateway(auth="off")
     async with gateway.client(None) as client:
@@ -474,13 +547,17 @@ async def test_a_pause_is_for_all_replicas(
         paused = await admin.post("/pause", params={"mode": "keep"})
         assert (paused.status_code, paused.json()) == (200, {"status": "paused"})
         assert [each.api.engine.paused for each in (replica, other)] == ["keep", "keep"]
-        assert (await admin.post("/resume", params={"server": "two"})).json() == {"status": "resumed"}
+        assert (await admin.post("/resume", params={"server": "two"})).json() == {
+            "status": "resumed"
+        }
         assert [each.api.engine.paused for each in (replica, other)] == ["keep", None]
         assert (await admin.post("/resume", json={})).status_code == 200
         assert [each.api.engine.paused for each in (replica, other)] == [None, None]
 
 
-async def test_a_link_signs_in_through_a_gateway_once(cluster: FakeCluster, gateway: FakeGateway) -> None:
+async def test_a_link_signs_in_through_a_gateway_once(
+    cluster: FakeCluster, gateway: FakeGateway
+) -> None:
     async with gateway.client(ADMIN_KEY) as admin:
         link = (await admin.post("/v1/session/links")).json()["link"]
     async with gateway.client(link) as browser:

@@ -16,7 +16,15 @@ from manylora.engine.status import EngineLoad, TenantLoad
 from manylora.errors import CapacityError, ConfigError
 from manylora.server.cluster.duties import Duties
 from manylora.server.cluster.replica import join
-from manylora.server.cluster.wire import CLUSTER, LEDGER_ID, LENGTH, STATE_PATH, WEIGHT_SHARE, Frames, cluster_token
+from manylora.server.cluster.wire import (
+    CLUSTER,
+    LEDGER_ID,
+    LENGTH,
+    STATE_PATH,
+    WEIGHT_SHARE,
+    Frames,
+    cluster_token,
+)
 from manylora.server.hop import Counts
 
 pytestmark = pytest.mark.anyio
@@ -35,10 +43,14 @@ def hop(cluster: FakeCluster, **more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_last_frame_says_what_is_billed(cluster: FakeCluster, replica: FakeReplica, stream: bool) -> None:
+async def test_the_last_frame_says_what_is_billed(
+    cluster: FakeCluster, replica: FakeReplica, stream: bool
+) -> None:
     async with replica.client(await cluster.key("acme")) as client:
         plain = await client.post("/v1/completions", json=ASK)
-        answer = await client.post("/v1/completions", json={**ASK, "stream": stream}, headers=hop(cluster))
+        answer = await client.post(
+            "/v1/completions", json={**ASK, "stream": stream}, headers=hop(cluster)
+        )
     frames = Frames()
     body = frames.take(answer.content)
     usage = plain.json()["usage"]
@@ -59,13 +71,18 @@ async def test_errors_are_framed_too(cluster: FakeCluster, replica: FakeReplica)
 
 @pytest.mark.parametrize(
     ("share", "weight"),
-    [("0.25", 0.25), ("1", 1.0), *[(bad, 1.0) for bad in ("0", "-1", "nan", "inf", "2", "x", "", "\xff")]],
+    [
+        ("0.25", 0.25),
+        ("1", 1.0),
+        *[(bad, 1.0) for bad in ("0", "-1", "nan", "inf", "2", "x", "", "\xff")],
+    ],
 )
 async def test_a_share_of_the_weight_is_taken_and_a_malformed_one_is_none(
     cluster: FakeCluster, replica: FakeReplica, share: str, weight: float
 ) -> None:
     headers = [
-        (name.encode(), value.encode("latin-1")) for name, value in (hop(cluster) | {WEIGHT_SHARE: share}).items()
+        (name.encode(), value.encode("latin-1"))
+        for name, value in (hop(cluster) | {WEIGHT_SHARE: share}).items()
     ]
     async with replica.client(await cluster.key("acme")) as client:
         answer = await client.post("/v1/completions", json=ASK, headers=httpx.Headers(headers))
@@ -73,10 +90,15 @@ async def test_a_share_of_the_weight_is_taken_and_a_malformed_one_is_none(
     assert replica.api.engine.requests[0].flow.weight == weight
 
 
-@pytest.mark.parametrize("ledger_id", ["", "x", "use_", "use_" + "a" * 200, "use_" + "A" * 30, f"{ID}; x", "\xff"])
-async def test_a_malformed_ledger_id_is_none(cluster: FakeCluster, replica: FakeReplica, ledger_id: str) -> None:
+@pytest.mark.parametrize(
+    "ledger_id", ["", "x", "use_", "use_" + "a" * 200, "use_" + "A" * 30, f"{ID}; x", "\xff"]
+)
+async def test_a_malformed_ledger_id_is_none(
+    cluster: FakeCluster, replica: FakeReplica, ledger_id: str
+) -> None:
     headers = [
-        (name.encode(), value.encode("latin-1")) for name, value in (hop(cluster) | {LEDGER_ID: ledger_id}).items()
+        (name.encode(), value.encode("latin-1"))
+        for name, value in (hop(cluster) | {LEDGER_ID: ledger_id}).items()
     ]
     async with replica.client(await cluster.key("acme")) as client:
         answer = await client.post("/v1/completions", json=ASK, headers=httpx.Headers(headers))
@@ -86,11 +108,15 @@ async def test_a_malformed_ledger_id_is_none(cluster: FakeCluster, replica: Fake
 
 
 @pytest.mark.parametrize("token", ["", "0" * 64, "\xff"])
-async def test_without_the_token_there_is_no_state(cluster: FakeCluster, replica: FakeReplica, token: str) -> None:
+async def test_without_the_token_there_is_no_state(
+    cluster: FakeCluster, replica: FakeReplica, token: str
+) -> None:
     async with replica.client(await cluster.key("acme")) as client:
         headers = httpx.Headers([(CLUSTER.encode(), token.encode("latin-1"))])
         assert (await client.get(STATE_PATH, headers=headers)).status_code == 404
-        answer = await client.post("/v1/completions", json=ASK, headers=hop(cluster) | {CLUSTER: "0" * 64})
+        answer = await client.post(
+            "/v1/completions", json=ASK, headers=hop(cluster) | {CLUSTER: "0" * 64}
+        )
         assert answer.json()["choices"]
     async with replica.client(None) as stranger:
         assert (await stranger.get(STATE_PATH)).status_code == 401
@@ -102,8 +128,13 @@ async def test_reports_say_what_changed_and_end_when_all_is_drained(
     engine, services = replica.api.engine, replica.api.services
     near = ResidentAdapter(digest="sha256:near", tier="device", pages=1, running=0)
     engine.residents = [near]
-    engine.load = EngineLoad(boot_id="boot-1", seq=1, rate=100.0, tenants={"t": TenantLoad(backlog=50.0)})
-    async with replica.client(None) as client, client.stream("GET", STATE_PATH, headers=hop(cluster)) as answer:
+    engine.load = EngineLoad(
+        boot_id="boot-1", seq=1, rate=100.0, tenants={"t": TenantLoad(backlog=50.0)}
+    )
+    async with (
+        replica.client(None) as client,
+        client.stream("GET", STATE_PATH, headers=hop(cluster)) as answer,
+    ):
         lines = answer.aiter_lines()
         first = json.loads(await anext(lines))
         assert first["boot_id"] == "boot-1"
@@ -121,7 +152,11 @@ async def test_reports_say_what_changed_and_end_when_all_is_drained(
         while json.loads(await anext(lines))["state"] != "ready":
             pass
         with monkeypatch.context() as patched:
-            patched.setattr(services.registry.usage, "check", Mock(side_effect=CapacityError("The disk is full.")))
+            patched.setattr(
+                services.registry.usage,
+                "check",
+                Mock(side_effect=CapacityError("The disk is full.")),
+            )
             while json.loads(await anext(lines))["state"] != "down":
                 pass
         replica.membership.drain()
@@ -134,7 +169,9 @@ async def test_reports_say_what_changed_and_end_when_all_is_drained(
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"base": "sha256:1"}])
-async def test_a_replica_of_another_base_does_not_join(cluster: FakeCluster, change: dict[str, str]) -> None:
+async def test_a_replica_of_another_base_does_not_join(
+    cluster: FakeCluster, change: dict[str, str]
+) -> None:
     shared = {"database_url": cluster.database_url, "pepper": PEPPER}
     async with api(cluster.root / "two", name="two", **shared) as two:  # type: ignore[arg-type]
         async with AsyncExitStack() as stack:

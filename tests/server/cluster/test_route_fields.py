@@ -62,7 +62,9 @@ def test_the_user_is_found(body: dict[str, Any], sticky: str | None) -> None:
         (None, OPEN_TOKENS),
     ],
 )
-def test_work_is_predicted_from_the_length_asked_for(name: str, given_tokens: object, counted: int) -> None:
+def test_work_is_predicted_from_the_length_asked_for(
+    name: str, given_tokens: object, counted: int
+) -> None:
     fields = read_fields(json.dumps({name: given_tokens}).encode())
     assert fields.units(400) == 100 + 2 * counted
 

@@ -91,13 +91,17 @@ def test_without_ready_replicas_there_is_nobody_to_ask() -> None:
     assert router.order(target(None)) == []
 
 
-def test_all_gateways_agree_on_the_order_of_an_adapter_and_it_is_that_of_the_ready_replicas() -> None:
+def test_all_gateways_agree_on_the_order_of_an_adapter_and_it_is_that_of_the_ready_replicas() -> (
+    None
+):
     setting, other = Setting(), Router(lambda: 0.0)
     other.set_replicas([replica(name) for name in reversed(setting.names)])
     order = setting.names_for(target())
     assert [found.name for found in other.order(target())] == order
     assert sorted(order) == setting.names
-    setting.router.set_replicas([replica(name, is_ready=name != order[0]) for name in setting.names])
+    setting.router.set_replicas(
+        [replica(name, is_ready=name != order[0]) for name in setting.names]
+    )
     assert setting.names_for(target()) == order[1:]
     assert setting.names_for(target(), exclude=(order[1],)) == order[2:]
     for names in ([*order[:3], "new"], [*order[:2], "new", "newer"]):
@@ -285,7 +289,10 @@ def test_a_replica_that_has_left_is_kept_until_its_requests_end() -> None:
     setting = Setting(2)
     setting.router.sent("r0", target())
     setting.router.set_replicas([replica("r1")])
-    assert {name: state.replica.is_ready for name, state in setting.router.states.items()} == {"r0": False, "r1": True}
+    assert {name: state.replica.is_ready for name, state in setting.router.states.items()} == {
+        "r0": False,
+        "r1": True,
+    }
     assert setting.names_for(target()) == ["r1"]
     setting.router.ended("r0", target())
     setting.router.set_replicas([replica("r1")])
@@ -311,12 +318,19 @@ def test_base_requests_go_to_the_less_loaded_of_two() -> None:
     served = Setting(4).send(target(None), 400)
     assert all(90 <= number <= 110 for number in served.values())
     setting.router.sent("r0", target(None, units=20.0))
-    assert setting.names_for(target(None))[-2:] == ["r2", "r0"], "those tried next are in order of load too"
+    assert setting.names_for(target(None))[-2:] == ["r2", "r0"], (
+        "those tried next are in order of load too"
+    )
 
 
 def test_one_replica_gets_everything() -> None:
     setting = Setting(1)
-    for asked in (target(), target(None), target(None, affinity=b"session"), target(affinity=b"session", copies=3)):
+    for asked in (
+        target(),
+        target(None),
+        target(None, affinity=b"session"),
+        target(affinity=b"session", copies=3),
+    ):
         setting.router.sent("r0", target(units=RATE))
         assert setting.names_for(asked) == ["r0"]
 
@@ -408,7 +422,9 @@ def test_each_tenant_is_spread_over_the_copies_that_have_room() -> None:
         for _ in range(50 if name == first else 10):
             setting.router.sent(name, flood)
     assert setting.first(flood) != first
-    assert setting.send(light, 20) == dict.fromkeys(setting.names, 10)  # although one has less to do
+    assert setting.send(light, 20) == dict.fromkeys(
+        setting.names, 10
+    )  # although one has less to do
 
 
 def test_a_copy_with_too_much_to_do_gets_no_more_of_a_tenant_that_has_little_there() -> None:
@@ -428,7 +444,9 @@ def test_a_tenth_of_recent_requests_and_a_few_more_may_be_retried() -> None:
     assert setting.router.may_retry()
 
 
-def test_adapters_with_little_work_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_with_little_work_are_forgotten_when_there_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(router_module, "MAX_ADAPTERS", 50)
     setting = Setting()
     setting.serve(target("hot", tenant="large"), 1000)

@@ -43,12 +43,21 @@ def test_an_adapter_that_is_new_and_hot_at_once_overloads_nobody_for_long() -> N
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 16, 64])
 def test_throughput_grows_with_the_replicas(num_replicas: int) -> None:
-    case = Case(num_replicas=num_replicas, num_gateways=4, view_s=0.25, utilisation=1.5, warm_s=10, seconds=15)
+    case = Case(
+        num_replicas=num_replicas,
+        num_gateways=4,
+        view_s=0.25,
+        utilisation=1.5,
+        warm_s=10,
+        seconds=15,
+    )
     assert simulate(case).throughput >= 0.9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "zipf", "view_s"), [(2, 0.9, 0.0), (3, 0.9, 5.0), (4, 1.3, 0.0), (5, 1.3, 5.0)])
+@pytest.mark.parametrize(
+    ("seed", "zipf", "view_s"), [(2, 0.9, 0.0), (3, 0.9, 5.0), (4, 1.3, 0.0), (5, 1.3, 5.0)]
+)
 def test_the_goals_hold_for_other_adapters(seed: int, zipf: float, view_s: float) -> None:
     outcome = simulate(replace(STALE, seed=seed, zipf=zipf, view_s=view_s))
     assert holds_the_goals(outcome), outcome

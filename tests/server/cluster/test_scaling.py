@@ -13,7 +13,9 @@ def desired(waits: list[list[float]], busy: float = 0.0, target: int | None = No
     """Of replicas that reported these waits, all as busy."""
 
     def points(values: list[float]) -> list[SimpleNamespace]:
-        return [SimpleNamespace(timestamp=float(at), value=value) for at, value in enumerate(values)]
+        return [
+            SimpleNamespace(timestamp=float(at), value=value) for at, value in enumerate(values)
+        ]
 
     metrics = {
         WAIT: {f"replica{n}": points(values) for n, values in enumerate(waits)},

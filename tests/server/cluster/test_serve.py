@@ -16,8 +16,12 @@ class _ListensError(Exception):
     pass
 
 
-@pytest.mark.parametrize(("auth", "told"), [("off", "everybody on this machine is admin"), ("on", "dashboard http")])
-def test_a_gateway_says_who_may_come(auth: Auth, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("auth", "told"), [("off", "everybody on this machine is admin"), ("on", "dashboard http")]
+)
+def test_a_gateway_says_who_may_come(
+    auth: Auth, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MANYLORA_PEPPER", "p" * 32)
     monkeypatch.setenv("MANYLORA_ADMIN_KEY", "k" * 32)
     said: list[str] = []

@@ -33,7 +33,11 @@ async def test_the_fields_are_those_of_the_document(api: Api) -> None:
         await gateway.list_server("gate", "gateway")
         await gateway.list_server("away", "replica")
         seen = await gateway.servers()
-    fields = {name: set(of.split()) for cell, of, _ in documented("| field |") for name in re.findall(r"`(\w+)`", cell)}
+    fields = {
+        name: set(of.split())
+        for cell, of, _ in documented("| field |")
+        for name in re.findall(r"`(\w+)`", cell)
+    }
     assert set(seen[SERVER]) == set(fields)
     assert {name for name, of in fields.items() if "all" in of} <= set(seen["gate"])
     assert seen["gate"]["state"] == "ready"
@@ -58,11 +62,15 @@ async def test_a_gateway_that_drains_is_alive_and_not_ready(api: Api) -> None:
     async with gateway_before(api) as (gateway, _):
         gateway.drain.is_near = True
         async with gateway.client(ADMIN_KEY) as admin:
-            answers = [(await admin.get(path)).status_code for path in ("/health", "/ready", "/v1/servers")]
+            answers = [
+                (await admin.get(path)).status_code for path in ("/health", "/ready", "/v1/servers")
+            ]
         assert answers == [200, 503, 200]
         gateway.drain.is_draining = True
         async with gateway.client(ADMIN_KEY) as admin:
-            answers = [(await admin.get(path)).status_code for path in ("/health", "/ready", "/v1/servers")]
+            answers = [
+                (await admin.get(path)).status_code for path in ("/health", "/ready", "/v1/servers")
+            ]
     assert answers == [200, 503, 503]
 
 
@@ -75,5 +83,7 @@ async def test_metrics_are_those_of_the_document(api: Api) -> None:
     async with gateway_before(api) as (gateway, replica):
         page = await gateway.metrics_page()
     rows = {re.findall(r"`(\w+)`", name)[0] for name, *_ in documented("| metric |")}
-    assert rows | {"manylora_build_info"} == {name for names in families_of(page).values() for name in names}
+    assert rows | {"manylora_build_info"} == {
+        name for names in families_of(page).values() for name in names
+    }
     assert f'manylora_replica_ready{{replica="{SERVER}",url="{replica.url}"}} 1.0' in page

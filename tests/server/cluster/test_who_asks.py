@@ -31,7 +31,9 @@ async def gateway(cluster: FakeCluster, replica: FakeReplica) -> FakeGateway:
 async def status_of(url: str, *lines: str) -> int:
     """The status of a completion that is asked for with these lines in its head."""
     reader, writer = await connect(url)
-    head = "\r\n".join(["POST /v1/completions HTTP/1.1", *lines, *DEFAULT_LINES, "", ""]).encode("latin-1")
+    head = "\r\n".join(["POST /v1/completions HTTP/1.1", *lines, *DEFAULT_LINES, "", ""]).encode(
+        "latin-1"
+    )
     writer.write(head + BODY)
     try:
         return int((await reader.readline()).split()[1])
@@ -40,8 +42,22 @@ async def status_of(url: str, *lines: str) -> int:
 
 
 CONNECTIONS = [
-    *("authorization", "Authorization , x-api-key", "x-api-key", "cookie", "host", "content-length", "content-type"),
-    *("transfer-encoding", "close, authorization", CLUSTER, f"{LEDGER_ID}, {WEIGHT_SHARE}, {STICKY}", "x-request-id"),
+    *(
+        "authorization",
+        "Authorization , x-api-key",
+        "x-api-key",
+        "cookie",
+        "host",
+        "content-length",
+        "content-type",
+    ),
+    *(
+        "transfer-encoding",
+        "close, authorization",
+        CLUSTER,
+        f"{LEDGER_ID}, {WEIGHT_SHARE}, {STICKY}",
+        "x-request-id",
+    ),
     *("sec-fetch-site, origin", ",,", "authorization\r\nConnection: x-api-key"),
 ]
 
@@ -51,7 +67,12 @@ async def test_connection_hides_no_credential(
     cluster: FakeCluster, gateway: FakeGateway, replica: FakeReplica, connection: str
 ) -> None:
     first, second = await cluster.key("first"), await cluster.key("second")
-    lines = ["Host: x", f"Connection: {connection}", f"Authorization: Bearer {first}", f"x-api-key: {second}"]
+    lines = [
+        "Host: x",
+        f"Connection: {connection}",
+        f"Authorization: Bearer {first}",
+        f"x-api-key: {second}",
+    ]
     assert [await status_of(url, *lines) for url in (gateway.url, replica.url)] == [200, 200]
     assert [event.tenant for event in await cluster.events(gateway.registry)] == ["first", "first"]
 
@@ -67,7 +88,9 @@ async def cookies(cluster: FakeCluster, port: int) -> list[str]:
     return found
 
 
-async def test_two_heads_in_one_are_refused(cluster: FakeCluster, gateway: FakeGateway, replica: FakeReplica) -> None:
+async def test_two_heads_in_one_are_refused(
+    cluster: FakeCluster, gateway: FakeGateway, replica: FakeReplica
+) -> None:
     """Where two servers read another one of two headers, each would act for somebody else."""
     first, second = await cluster.key("first"), await cluster.key("second")
     own, other = await cookies(cluster, 9000)
@@ -89,7 +112,9 @@ async def test_two_heads_in_one_are_refused(cluster: FakeCluster, gateway: FakeG
         (400, ["Host: x", f"Authorization: Bearer {first}", "Content-Length: +1"]),
     ]
     for status, lines in refused:
-        assert [await status_of(url, *lines) for url in (gateway.url, replica.url)] == [status] * 2, lines
+        assert [await status_of(url, *lines) for url in (gateway.url, replica.url)] == [
+            status
+        ] * 2, lines
     assert await cluster.events(gateway.registry) == []
     for host, tenant in (("x", "first"), ("x:9000", "second")):
         assert await status_of(gateway.url, f"Host: {host}", f"Cookie: {own}; {other}", same) == 200
@@ -102,8 +127,19 @@ async def test_what_only_gateways_say_is_not_taken_from_clients(
     """Neither by a gateway, whatever the token, nor by a replica without the cluster's token."""
     key, token = await cluster.key("first"), cluster_token(cluster.registry.key_ring)
     own = f"use_{'0' * 32}"
-    said = ["Host: x", f"Authorization: Bearer {key}", f"{LEDGER_ID}: {own}", f"{WEIGHT_SHARE}: 0.01", f"{STICKY}: s"]
-    forged = [f"{CLUSTER}: ", f"{CLUSTER}: {'0' * len(token)}", f"{CLUSTER}: {token[:-1]}", f"{CLUSTER}: \xff"]
+    said = [
+        "Host: x",
+        f"Authorization: Bearer {key}",
+        f"{LEDGER_ID}: {own}",
+        f"{WEIGHT_SHARE}: 0.01",
+        f"{STICKY}: s",
+    ]
+    forged = [
+        f"{CLUSTER}: ",
+        f"{CLUSTER}: {'0' * len(token)}",
+        f"{CLUSTER}: {token[:-1]}",
+        f"{CLUSTER}: \xff",
+    ]
     for url, proofs in ((gateway.url, [*forged, f"{CLUSTER}: {token}"]), (replica.url, forged)):
         for proof in proofs:
             assert await status_of(url, *said, proof, proof) == 200
@@ -113,10 +149,14 @@ async def test_what_only_gateways_say_is_not_taken_from_clients(
     assert {request.flow.weight for request in replica.api.engine.requests} == {1.0}
 
 
-async def test_a_tenant_in_the_address_is_the_admins_alone(cluster: FakeCluster, gateway: FakeGateway) -> None:
+async def test_a_tenant_in_the_address_is_the_admins_alone(
+    cluster: FakeCluster, gateway: FakeGateway
+) -> None:
     first, ask = await cluster.key("first"), json.loads(BODY)
     await cluster.key("second")
     async with gateway.client(first) as client, gateway.client(ADMIN_KEY) as admin:
         assert (await client.post("/v1/completions?tenant=second", json=ask)).status_code == 404
-        assert (await admin.post("/v1/completions?tenant=first&tenant=second", json=ask)).status_code == 200
+        assert (
+            await admin.post("/v1/completions?tenant=first&tenant=second", json=ask)
+        ).status_code == 200
     assert [event.tenant for event in await cluster.events(gateway.registry)] == ["second"]

@@ -16,7 +16,9 @@ HEADER_BYTES = 16
 
 
 @given(
-    st.lists(st.tuples(st.binary(max_size=40), counts), max_size=8), st.lists(st.integers(1, 50)), st.integers(0, 60)
+    st.lists(st.tuples(st.binary(max_size=40), counts), max_size=8),
+    st.lists(st.integers(1, 50)),
+    st.integers(0, 60),
 )
 def test_frames_come_out_as_they_went_in_however_they_are_cut(
     sent: list[tuple[bytes, Counts]], cuts: list[int], num_lost: int
@@ -44,7 +46,9 @@ def test_an_empty_payload_still_carries_counts() -> None:
 
 
 @pytest.mark.anyio
-async def test_servers_with_one_pepper_have_one_token_that_is_no_secret_and_no_digest_of_one(tmp_path: Path) -> None:
+async def test_servers_with_one_pepper_have_one_token_that_is_no_secret_and_no_digest_of_one(
+    tmp_path: Path,
+) -> None:
     tokens = []
     for folder, pepper in (("a", "p" * 16), ("b", "p" * 16), ("c", "q" * 16)):
         registry = await Registry.open(None, tmp_path / folder, "admin-secret", pepper=pepper)

@@ -27,23 +27,33 @@ def num_tokens(index: int) -> int:
 
 
 async def complete(acme: Client, **fields: Any) -> CompletionView:
-    answer = await acme.post("/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 60, **fields})
+    answer = await acme.post(
+        "/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 60, **fields}
+    )
     assert answer.status_code == 200, answer.text
     return CompletionView.model_validate_json(answer.content)
 
 
-async def test_the_best_of_each_prompt_are_returned_and_all_are_billed(api: Api, acme: Client) -> None:
+async def test_the_best_of_each_prompt_are_returned_and_all_are_billed(
+    api: Api, acme: Client
+) -> None:
     api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
     body = await complete(acme, prompt=["x", "y"], n=2, best_of=4)
-    assert [(choice.index, choice.text) for choice in body.choices] == list(enumerate([said(1), said(3)] * 2))
+    assert [(choice.index, choice.text) for choice in body.choices] == list(
+        enumerate([said(1), said(3)] * 2)
+    )
     assert all(choice.logprobs is None for choice in body.choices)
     assert body.usage.completion_tokens == 2 * sum(num_tokens(index) for index in range(4))
     totals = await api.usage_totals()
     assert totals["completion_tokens"] == body.usage.completion_tokens
-    assert totals["prompt_tokens"] == body.usage.prompt_tokens == 2 * len(demo_tokenizer().encode("x"))
+    assert (
+        totals["prompt_tokens"] == body.usage.prompt_tokens == 2 * len(demo_tokenizer().encode("x"))
+    )
     assert totals["requests"] == 1
     first = api.engine.requests[0]
-    assert [request.fork_of for request in api.engine.requests[:4]] == [None] + [first.request_id] * 3
+    assert [request.fork_of for request in api.engine.requests[:4]] == [None] + [
+        first.request_id
+    ] * 3
     assert {request.params.logprobs for request in api.engine.requests} == {0}
 
 
@@ -63,7 +73,9 @@ async def test_logprobs_are_those_of_the_returned_ones(api: Api, acme: Client) -
     assert {request.params.logprobs for request in api.engine.requests} == {2}
 
 
-async def test_as_many_candidates_as_choices_are_returned_as_they_come(api: Api, acme: Client) -> None:
+async def test_as_many_candidates_as_choices_are_returned_as_they_come(
+    api: Api, acme: Client
+) -> None:
     api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
     body = await complete(acme, n=3, best_of=3)
     assert [choice.text for choice in body.choices] == [said(0), said(1), said(2)]
@@ -71,9 +83,17 @@ async def test_as_many_candidates_as_choices_are_returned_as_they_come(api: Api,
 
 
 @pytest.mark.parametrize("fields", [{"n": 2, "best_of": 3}, {"n": 3}])
-async def test_a_beam_search_is_one_request_to_the_engine(api: Api, acme: Client, fields: dict[str, int]) -> None:
+async def test_a_beam_search_is_one_request_to_the_engine(
+    api: Api, acme: Client, fields: dict[str, int]
+) -> None:
     api.engine.cached = lambda _: 1
-    search = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never", "temperature": 0, "top_k": -1}
+    search = {
+        "use_beam_search": True,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+        "temperature": 0,
+        "top_k": -1,
+    }
     body = await complete(acme, prompt=["x", "y"], **search, **fields)
     beam = BeamParams(width=3, length_penalty=0.5, early_stopping="never")
     assert [request.beam for request in api.engine.requests] == [beam, beam]
@@ -88,13 +108,21 @@ async def test_a_beam_search_is_one_request_to_the_engine(api: Api, acme: Client
 
 @pytest.mark.parametrize(
     ("fields", "returned"),
-    [({"best_of": 4}, [1]), ({"use_beam_search": True, "n": 2, "logprobs": True, "top_logprobs": 1}, [0, 1])],
+    [
+        ({"best_of": 4}, [1]),
+        ({"use_beam_search": True, "n": 2, "logprobs": True, "top_logprobs": 1}, [0, 1]),
+    ],
 )
 async def test_chat_takes_both_and_shows_logprobs_if_asked(
     api: Api, acme: Client, fields: dict[str, Any], returned: list[int]
 ) -> None:
     api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
-    chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, **fields}
+    chat = {
+        "model": BASE,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 60,
+        **fields,
+    }
     answer = await acme.post("/v1/chat/completions", json=chat)
     choices = ChatView.model_validate_json(answer.content).choices
     assert [choice.message.content for choice in choices] == [said(index) for index in returned]
@@ -107,7 +135,9 @@ async def test_limits_reserve_all_candidates_and_settle_what_was_billed(
     api: Api, acme: Client, fields: dict[str, Any]
 ) -> None:
     await api.admin.patch("/v1/tenants/acme", json={"limits": {"tokens_per_minute": 4 * 60 + 10}})
-    refused = await acme.post("/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 70, **fields})
+    refused = await acme.post(
+        "/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 70, **fields}
+    )
     assert refused.status_code == 429
     body = await complete(acme, **fields)
     used = (await acme.get("/v1/me")).json()["used"]["tenant"]["tokens_per_minute"]

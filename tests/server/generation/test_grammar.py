@@ -13,7 +13,10 @@ from manylora.server.generation.grammar import checked_grammar
 
 ANSWER = {
     "type": "object",
-    "properties": {"items": {"type": "array", "items": {"type": "integer"}}, "name": {"type": "string"}},
+    "properties": {
+        "items": {"type": "array", "items": {"type": "integer"}},
+        "name": {"type": "string"},
+    },
     "required": ["items", "name"],
     "additionalProperties": False,
 }
@@ -31,8 +34,13 @@ class Bytes:
 
 def takes(schema: object, text: str) -> bool:
     grammar = checked_grammar(json_grammar(schema), "schema", DEMO_MODEL)
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257), grammar.text, log_level=0)
-    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+    matcher = LLMatcher(
+        LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257), grammar.text, log_level=0
+    )
+    return (
+        matcher.try_consume_tokens(list(text.encode())) == len(text.encode())
+        and matcher.is_accepting()
+    )
 
 
 def test_an_answer_is_written_as_python_writes_json() -> None:
@@ -44,7 +52,12 @@ def test_an_answer_is_written_as_python_writes_json() -> None:
 @pytest.mark.parametrize("where", ["root", "property", "definition"])
 def test_the_options_of_the_grammar_engine_are_never_the_tenants(where: str) -> None:
     options = {
-        "x-guidance": {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":", "lenient": True}
+        "x-guidance": {
+            "whitespace_flexible": True,
+            "item_separator": ",",
+            "key_separator": ":",
+            "lenient": True,
+        }
     }
     inner = {**ANSWER, **(options if where != "root" else {})}
     schemas = {
@@ -57,7 +70,11 @@ def test_the_options_of_the_grammar_engine_are_never_the_tenants(where: str) -> 
 
 
 def test_a_property_may_have_the_name_of_the_options() -> None:
-    schema = {"type": "object", "properties": {"x-guidance": {"const": 1}}, "required": ["x-guidance"]}
+    schema = {
+        "type": "object",
+        "properties": {"x-guidance": {"const": 1}},
+        "required": ["x-guidance"],
+    }
     assert takes(schema, '{"x-guidance": 1}')
     assert not takes(schema, "{}")
 
@@ -68,14 +85,20 @@ def test_notes_for_people_change_nothing() -> None:
 
 
 def test_properties_keep_their_order() -> None:
-    assert takes({"type": "object", "properties": {"b": {}, "a": {}}, "required": ["b", "a"]}, '{"b": 1, "a": 2}')
+    assert takes(
+        {"type": "object", "properties": {"b": {}, "a": {}}, "required": ["b", "a"]},
+        '{"b": 1, "a": 2}',
+    )
 
 
 @pytest.mark.parametrize("name", ["a/b", "a~b", "a b", "é", "a%25"])
 def test_a_reference_names_a_place_as_json_pointers_do(name: str) -> None:
     pointer = quote(name.replace("~", "~0").replace("/", "~1"))
     assert takes({"anyOf": [{"$ref": f"#/$defs/{pointer}"}], "$defs": {name: {"const": 3}}}, "3")
-    assert takes({"prefixItems": [{"const": 4}, {"$ref": "#/prefixItems/0"}], "minItems": 2, "maxItems": 2}, "[4, 4]")
+    assert takes(
+        {"prefixItems": [{"const": 4}, {"$ref": "#/prefixItems/0"}], "minItems": 2, "maxItems": 2},
+        "[4, 4]",
+    )
 
 
 def test_one_of_several_is_held_to_any_of_them() -> None:
@@ -95,11 +118,27 @@ def test_one_of_several_is_held_to_any_of_them() -> None:
         ({"items": {"$ref": "http://example.com/a"}}, "schema.items.$ref", "#/$defs/name"),
         ({"items": {"$id": "#a"}}, "schema.items", "'$id'"),
         ({"$ref": "#/$defs/none"}, "schema.$ref", "does not exist"),
-        ({"anyOf": [{"$ref": "#/anyOf/1/const"}, {"const": {"not": {}}}]}, "schema.anyOf.0.$ref", "names no schema"),
-        ({"items": {"$ref": "#/enum/0"}, "enum": [{"not": {}}]}, "schema.items.$ref", "names no schema"),
-        ({"properties": {"a": {"$ref": "#/%63onst"}}, "const": {}}, "schema.properties.a.$ref", "names no schema"),
+        (
+            {"anyOf": [{"$ref": "#/anyOf/1/const"}, {"const": {"not": {}}}]},
+            "schema.anyOf.0.$ref",
+            "names no schema",
+        ),
+        (
+            {"items": {"$ref": "#/enum/0"}, "enum": [{"not": {}}]},
+            "schema.items.$ref",
+            "names no schema",
+        ),
+        (
+            {"properties": {"a": {"$ref": "#/%63onst"}}, "const": {}},
+            "schema.properties.a.$ref",
+            "names no schema",
+        ),
         ({"items": {"$ref": "#/required"}, "required": []}, "schema.items.$ref", "names no schema"),
-        ({"items": {"$ref": "#/properties"}, "properties": {}}, "schema.items.$ref", "names no schema"),
+        (
+            {"items": {"$ref": "#/properties"}, "properties": {}},
+            "schema.items.$ref",
+            "names no schema",
+        ),
         (
             {"allOf": [{"multipleOf": 6_000}, {"multipleOf": 6_000}]},
             "schema.allOf.1.multipleOf",
@@ -107,7 +146,11 @@ def test_one_of_several_is_held_to_any_of_them() -> None:
         ),
         ({"anyOf": {}}, "schema.anyOf", "list of schemas"),
         ({"items": {"exclusiveMinimum": 0, "maximum": 0.5}}, "schema.items", "narrower than 1"),
-        ({"items": {"exclusiveMaximum": -85.0, "minimum": -85.5}}, "schema.items", "narrower than 1"),
+        (
+            {"items": {"exclusiveMaximum": -85.0, "minimum": -85.5}},
+            "schema.items",
+            "narrower than 1",
+        ),
         ({"properties": []}, "schema.properties", "object of schemas"),
         ({"const": float("inf")}, "schema.const", "finite"),
     ],
@@ -125,7 +168,9 @@ def test_what_is_no_schema_is_refused_with_its_place(schema: object, param: str,
         ({"type": "string", "minLength": 3, "maxLength": 1}, "minimum in it is above its maximum"),
     ],
 )
-def test_what_no_answer_can_be_held_to_is_refused_without_a_word_of_the_grammar(schema: object, word: str) -> None:
+def test_what_no_answer_can_be_held_to_is_refused_without_a_word_of_the_grammar(
+    schema: object, word: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=word) as refused:
         checked_grammar(json_grammar(schema), "response_format", DEMO_MODEL)
     assert (refused.value.param, refused.value.code) == ("response_format", "invalid_json_schema")

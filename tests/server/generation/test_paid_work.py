@@ -55,7 +55,8 @@ class Visit:
 def draw(rng: random.Random, number: int) -> Visit:
     marker = [number // 300 + 10, number % 300 + 10]
     prompts = [
-        [*marker, *(rng.randrange(10, 300) for _ in range(rng.randint(1, 24)))] for _ in range(rng.choice([1, 1, 2]))
+        [*marker, *(rng.randrange(10, 300) for _ in range(rng.randint(1, 24)))]
+        for _ in range(rng.choice([1, 1, 2]))
     ]
     body = {
         "model": BASE,
@@ -93,7 +94,10 @@ class WatchedEngine(FakeEngine):
 
     async def turn(self, request: GenerationRequest, abort: asyncio.Event) -> None:
         work, visit = self.work[request.request_id], self.visits[number_of(request)]
-        if visit.after_work is not None and work.prompt_tokens + work.output_tokens >= visit.after_work:
+        if (
+            visit.after_work is not None
+            and work.prompt_tokens + work.output_tokens >= visit.after_work
+        ):
             visit.is_gone.set()
         for _ in range(self.turns):
             await super().turn(request, abort)
@@ -137,7 +141,11 @@ async def run(api: Api, key: str, visit: Visit) -> None:
         if len(visit.handed) == visit.after_chunks and message.get("more_body"):
             visit.is_gone.set()
 
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "content-length": str(len(body))}
+    headers = {
+        "authorization": f"Bearer {key}",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+    }
     headers["x-request-id"] = f"visit-{visit.number}"
     scope = {
         "type": "http",
@@ -156,11 +164,17 @@ def told(visit: Visit) -> tuple[int, int, int]:
         usage = json.loads(b"".join(visit.handed) or b"{}").get("usage")
     else:
         lines = b"".join(visit.handed).decode().split("\n\n")
-        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        chunks = [
+            json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+        ]
         usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
     if usage is None:
         return 0, 0, 0
-    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+    return (
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        usage["completion_tokens"],
+    )
 
 
 def computed(engine: WatchedEngine, visit: Visit, ledger_id: str) -> tuple[int, int, int]:
@@ -168,11 +182,18 @@ def computed(engine: WatchedEngine, visit: Visit, ledger_id: str) -> tuple[int, 
     prompt = cached = output = 0
     n, stop = visit.body["n"], visit.body["stop"]
     for place, tokens in enumerate(visit.body["prompt"]):
-        works = [engine.work.get(f"{ledger_id}-{place * n + choice}", Work()) for choice in range(n)]
+        works = [
+            engine.work.get(f"{ledger_id}-{place * n + choice}", Work()) for choice in range(n)
+        ]
         prompt += max(work.prompt_tokens for work in works)
         cached += min(num_cached(tokens), works[0].prompt_tokens)
-        bounds = [tokens_until(tuple(stop) if isinstance(stop, list) else stop, WORDS[choice:]) for choice in range(n)]
-        output += sum(min(work.output_tokens, bound) for work, bound in zip(works, bounds, strict=True))
+        bounds = [
+            tokens_until(tuple(stop) if isinstance(stop, list) else stop, WORDS[choice:])
+            for choice in range(n)
+        ]
+        output += sum(
+            min(work.output_tokens, bound) for work, bound in zip(works, bounds, strict=True)
+        )
     return prompt, cached, output
 
 
@@ -208,7 +229,12 @@ class Books:
     def check_limits(self, now_s: float) -> None:
         """All that was billed counts, in the minute and in the month, and nothing else; nothing is held any more."""
         for account in self.accounts:
-            counts = account.month_tokens, account.tokens.total(now_s), account.reserved, account.in_flight
+            counts = (
+                account.month_tokens,
+                account.tokens.total(now_s),
+                account.reserved,
+                account.in_flight,
+            )
             assert counts == (self.billed, self.billed, 0, 0)
 
 
@@ -232,7 +258,10 @@ async def test_thousands_of_random_ends_agree(api: Api, monkeypatch: pytest.Monk
     api.app.state.services = services
     key = await api.key("acme")
     me = (await api.client(key).get("/v1/me")).json()
-    books = Books(engine=engine, accounts=[services.accounts.of(me[who]["id"], now_s) for who in ("tenant", "key")])
+    books = Books(
+        engine=engine,
+        accounts=[services.accounts.of(me[who]["id"], now_s) for who in ("tenant", "key")],
+    )
     record = services.registry.usage.record
 
     async def noted(event: UsageEvent) -> None:

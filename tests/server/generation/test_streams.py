@@ -50,13 +50,17 @@ async def raw(url: str, data: bytes) -> bytes:
         writer.close()
 
 
-@pytest.mark.parametrize(("mark_s", "first", "most"), [(1e9, range(128, 150), 1), (0.0, range(1, 20), 199)])
+@pytest.mark.parametrize(
+    ("mark_s", "first", "most"), [(1e9, range(128, 150), 1), (0.0, range(1, 20), 199)]
+)
 async def test_a_stream_leaves_a_mark_each_so_many_tokens_or_seconds(
     api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch, mark_s: float, first: range, most: int
 ) -> None:
     marks: list[int] = []
     monkeypatch.setattr(metering, "MARK_S", mark_s)
-    monkeypatch.setattr(api.services.registry.usage, "progress", lambda event: marks.append(event.completion_tokens))
+    monkeypatch.setattr(
+        api.services.registry.usage, "progress", lambda event: marks.append(event.completion_tokens)
+    )
     api.engine.token_s = 0.0001  # one by one
     answer = await acme.post("/v1/completions", json={**LONG, "stream": True})
     assert answer.text.count("data: {") == 200
@@ -73,14 +77,18 @@ async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_was_comp
     received = 0
     async with new_client(await api.key("acme"), url) as client:
         if stream:
-            async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            async with client.stream(
+                "POST", "/v1/completions", json={**LONG, "stream": True}
+            ) as answer:
                 async for line in answer.aiter_lines():
                     received += line.startswith("data: {")
                     if received == 5:
                         break
         else:
             task = asyncio.create_task(client.post("/v1/completions", json=LONG))
-            await eventually(lambda: any(work.output_tokens >= 5 for work in api.engine.work.values()))
+            await eventually(
+                lambda: any(work.output_tokens >= 5 for work in api.engine.work.values())
+            )
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
     await wait_until_idle(api)
@@ -122,7 +130,9 @@ async def test_a_silent_engine_is_waited_for_in_bounds_and_what_it_said_is_bille
     assert (billed["prompt"], billed["cached"]) == (20, 2)
 
 
-async def test_an_engine_that_dies_before_it_answers_an_abort_is_not_waited_for(api: Api, url: str) -> None:
+async def test_an_engine_that_dies_before_it_answers_an_abort_is_not_waited_for(
+    api: Api, url: str
+) -> None:
     api.engine.token_s, api.engine.is_silent, api.engine.failure_after = 0.3, True, 4
     billed = await cut(api, url, lambda: work_of(api), prompt=[7] * 20)
     assert (billed["prompt"], billed["completion"]) == (20, 4)
@@ -130,10 +140,13 @@ async def test_an_engine_that_dies_before_it_answers_an_abort_is_not_waited_for(
 
 async def test_a_client_that_left_before_the_engine_was_asked_gives_it_no_work(api: Api) -> None:
     prompt = Prompt(token_ids=[7, 8, 9])
-    request = GenerationRequest(request_id="x", prompt_token_ids=prompt.token_ids, params=SamplingParams(max_tokens=5))
+    request = GenerationRequest(
+        request_id="x", prompt_token_ids=prompt.token_ids, params=SamplingParams(max_tokens=5)
+    )
     text = TextStream(demo_tokenizer(), request.params)
     run = generation.Generation(
-        api.engine, [generation.Choice(index=0, prompt_index=0, prompt=prompt, request=request, text=text)]
+        api.engine,
+        [generation.Choice(index=0, prompt_index=0, prompt=prompt, request=request, text=text)],
     )
     run.cut(ClientDisconnect())
     async with run:
@@ -156,10 +169,14 @@ async def test_a_closing_connection_is_a_cut_before_the_event_loop_tells_so(api:
             elif len(sent) < 5:
                 sent.append(message["body"])
 
-        await api.app({**scope, "state": {IS_CLOSING: lambda: len(sent) == 5}}, receive, send_or_drop)
+        await api.app(
+            {**scope, "state": {IS_CLOSING: lambda: len(sent) == 5}}, receive, send_or_drop
+        )
         await send({"type": "http.response.body", "body": b"".join(sent)})
 
-    async with new_client(await api.key("acme"), "http://test", httpx.ASGITransport(app=app)) as client:
+    async with new_client(
+        await api.key("acme"), "http://test", httpx.ASGITransport(app=app)
+    ) as client:
         answer = await client.post("/v1/completions", json={**LONG, "stream": True})
     assert answer.text.count("data: {") == 5
     (work,) = api.engine.work.values()
@@ -179,20 +196,34 @@ async def test_what_came_during_a_write_is_written_together(api: Api) -> None:
 
         await api.app(scope, receive, send_slowly)
 
-    body = {**LONG, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    async with new_client(await api.key("acme"), "http://test", httpx.ASGITransport(app=app)) as client:
+    body = {
+        **LONG,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    async with new_client(
+        await api.key("acme"), "http://test", httpx.ASGITransport(app=app)
+    ) as client:
         answer = await client.post("/v1/completions", json=body)
     events = [
-        json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")
+        json.loads(line.removeprefix("data: "))
+        for line in answer.text.splitlines()
+        if line.startswith("data: {")
     ]
-    assert [event["usage"]["completion_tokens"] for event in events if event["choices"]] == list(range(1, 201))
+    assert [event["usage"]["completion_tokens"] for event in events if event["choices"]] == list(
+        range(1, 201)
+    )
     assert len(writes) < 100
     assert (await api.usage_totals())["completion_tokens"] == 200
 
 
 async def test_a_content_length_over_the_limit_is_refused_unread(api: Api, url: str) -> None:
     key = await api.key("acme")
-    for path, length in (("/v1/completions", 2 << 20), ("/v1/adapters", 1 << 40), ("/v1/completions", 10**30)):
+    for path, length in (
+        ("/v1/completions", 2 << 20),
+        ("/v1/adapters", 1 << 40),
+        ("/v1/completions", 10**30),
+    ):
         answer = await raw(url, head(key, length, path))
         assert answer.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400")), answer
 
@@ -222,7 +253,10 @@ async def test_a_client_that_stalls_is_answered_408(
 
 
 async def test_a_client_that_trickles_is_answered_408(tmp_path: Path) -> None:
-    async with open_api(tmp_path, pace=Pace(grace_s=0.1, bytes_per_s=1e6)) as api, api.listening() as url:
+    async with (
+        open_api(tmp_path, pace=Pace(grace_s=0.1, bytes_per_s=1e6)) as api,
+        api.listening() as url,
+    ):
         reader, writer = await connect(url)
         writer.write(head(await api.key("acme"), 900))
         reading = asyncio.create_task(reader.read(100))
@@ -233,10 +267,14 @@ async def test_a_client_that_trickles_is_answered_408(tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_draining_refuses_new_requests_and_lets_running_ones_finish(api: Api, url: str) -> None:
+async def test_draining_refuses_new_requests_and_lets_running_ones_finish(
+    api: Api, url: str
+) -> None:
     api.engine.token_s = 0.01
     async with new_client(await api.key("acme"), url) as client:
-        running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "max_tokens": 30}))
+        running = asyncio.create_task(
+            client.post("/v1/completions", json={**LONG, "max_tokens": 30})
+        )
         await eventually(lambda: api.engine.running)
         draining = asyncio.create_task(api.services.drain.drain(60))
         await eventually(lambda: api.services.drain.is_draining)
@@ -256,7 +294,9 @@ async def test_draining_ends_what_takes_too_long_with_an_error_event(api: Api, u
     events: list[Any] = []
     async with new_client(await api.key("acme"), url) as client:
         waiting = asyncio.create_task(client.post("/v1/completions", json=LONG))
-        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        async with client.stream(
+            "POST", "/v1/completions", json={**LONG, "stream": True}
+        ) as answer:
             await eventually(lambda: len(api.engine.running) == 2)
             draining = asyncio.create_task(api.services.drain.drain(0.3))
             async for line in answer.aiter_lines():

@@ -28,7 +28,11 @@ from tool_models import tokenizer_with, use_tokenizer
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "When are you open?"}]
-SCHEMA = {"type": "object", "properties": {"intent": {"enum": ["hours", "place"]}}, "required": ["intent"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"intent": {"enum": ["hours", "place"]}},
+    "required": ["intent"],
+}
 NAMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 
 
@@ -44,13 +48,20 @@ class Bytes:
 
 def takes(grammar: Grammar | None, text: str) -> bool:
     assert grammar is not None
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257), grammar.text, log_level=0)
+    matcher = LLMatcher(
+        LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257), grammar.text, log_level=0
+    )
     assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+    return (
+        matcher.try_consume_tokens(list(text.encode())) == len(text.encode())
+        and matcher.is_accepting()
+    )
 
 
 async def chat(client: Client, **fields: Any) -> httpx.Response:
-    return await client.post("/v1/chat/completions", json={"model": BASE, "messages": MESSAGES, **fields})
+    return await client.post(
+        "/v1/chat/completions", json={"model": BASE, "messages": MESSAGES, **fields}
+    )
 
 
 async def complete(client: Client, **fields: Any) -> httpx.Response:
@@ -62,14 +73,26 @@ async def complete(client: Client, **fields: Any) -> httpx.Response:
     [
         ({"response_format": NAMED}, '{"intent": "hours"}', '{"intent": "x"}'),
         ({"response_format": {"type": "json_object"}}, '{\n  "a": [1, {"b": null}]\n}', "[1]"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}}, '{"a":1}', "1"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}},
+            '{"a":1}',
+            "1",
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, '{"intent": "place"}', "{}"),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"intent": "place"}', "{}"),
         ({"structured_outputs": {"json_object": True}}, "{}", "1"),
         ({"structured_outputs": {"regex": r"^\d{2}/[a-z]+$"}}, "12/ab", "1/ab"),
         ({"structured_outputs": {"regex": "a\\\\"}}, "a\\", "a"),
-        ({"structured_outputs": {"choice": ["yes", 'no "way"', "naïve", "a/b\n"]}}, "naïve", "yesno"),
-        ({"structured_outputs": {"choice": ["yes", 'no "way"', "naïve", "a/b\n"]}}, 'no "way"', "no"),
+        (
+            {"structured_outputs": {"choice": ["yes", 'no "way"', "naïve", "a/b\n"]}},
+            "naïve",
+            "yesno",
+        ),
+        (
+            {"structured_outputs": {"choice": ["yes", 'no "way"', "naïve", "a/b\n"]}},
+            'no "way"',
+            "no",
+        ),
         ({"structured_outputs": {"grammar": 'start: "a" b+\nb: "b"'}}, "abb", "a"),
     ],
 )
@@ -86,7 +109,9 @@ async def test_the_engine_gets_the_grammar_that_a_body_means(
 
 
 async def test_free_text_has_no_grammar(api: Api, acme: Client) -> None:
-    assert (await chat(acme, response_format={"type": "text"})).json()["choices"][0]["message"]["content"] == BASE_TEXT
+    assert (await chat(acme, response_format={"type": "text"})).json()["choices"][0]["message"][
+        "content"
+    ] == BASE_TEXT
     assert [request.grammar for request in api.engine.requests] == [None]
 
 
@@ -94,30 +119,85 @@ async def test_free_text_has_no_grammar(api: Api, acme: Client) -> None:
     ("fields", "param", "word"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
-        ({"response_format": {**NAMED, "type": "text"}}, "response_format.json_schema", "only then"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "json_schema",
+        ),
+        (
+            {"response_format": {**NAMED, "type": "text"}},
+            "response_format.json_schema",
+            "only then",
+        ),
         ({"response_format": {**NAMED, "schema": {}}}, "response_format.schema", "not a parameter"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, None, "json_schema.name"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+            None,
+            "json_schema.name",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "one of json"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of json"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+            "one of json",
+        ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "parenthesis"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-ahead"),
         ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs.regex", "escapes nothing"),
-        ({"structured_outputs": {"regex": "a\\\\\\"}}, "structured_outputs.regex", "escapes nothing"),
+        (
+            {"structured_outputs": {"regex": "a\\\\\\"}},
+            "structured_outputs.regex",
+            "escapes nothing",
+        ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
         ({"structured_outputs": {"choice": [""]}}, None, "choice.0"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON schema"),
-        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "object, true or false"),
-        ({"structured_outputs": {"grammar": 'start: %json {"x-guidance": {}}'}}, "structured_outputs.grammar", "%json"),
-        ({"structured_outputs": {"grammar": '{"grammars": []}'}}, "structured_outputs.grammar", "Lark"),
-        ({"structured_outputs": {"grammar": "root ::= 1"}}, "structured_outputs.grammar", "line 1, column 7"),
-        ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs.json", "uniqueItems"),
-        ({"structured_outputs": {"json": {"multipleOf": 999983}}}, "structured_outputs.json.multipleOf", "10000"),
-        ({"structured_outputs": {"json": {"multipleOf": 9.99983}}}, "structured_outputs.json.multipleOf", "10000"),
-        ({"response_format": NAMED, "structured_outputs": {"regex": "a"}}, "response_format", "structured_outputs"),
+        (
+            {"structured_outputs": {"json": "[]"}},
+            "structured_outputs.json",
+            "object, true or false",
+        ),
+        (
+            {"structured_outputs": {"grammar": 'start: %json {"x-guidance": {}}'}},
+            "structured_outputs.grammar",
+            "%json",
+        ),
+        (
+            {"structured_outputs": {"grammar": '{"grammars": []}'}},
+            "structured_outputs.grammar",
+            "Lark",
+        ),
+        (
+            {"structured_outputs": {"grammar": "root ::= 1"}},
+            "structured_outputs.grammar",
+            "line 1, column 7",
+        ),
+        (
+            {"structured_outputs": {"json": {"uniqueItems": True}}},
+            "structured_outputs.json",
+            "uniqueItems",
+        ),
+        (
+            {"structured_outputs": {"json": {"multipleOf": 999983}}},
+            "structured_outputs.json.multipleOf",
+            "10000",
+        ),
+        (
+            {"structured_outputs": {"json": {"multipleOf": 9.99983}}},
+            "structured_outputs.json.multipleOf",
+            "10000",
+        ),
+        (
+            {"response_format": NAMED, "structured_outputs": {"regex": "a"}},
+            "response_format",
+            "structured_outputs",
+        ),
         ({"response_format": NAMED, "use_beam_search": True}, "use_beam_search", "response_format"),
         ({"response_format": NAMED, "ignore_eos": True}, "ignore_eos", "response_format"),
-        *(({f"guided_{name}": "x"}, f"guided_{name}", "structured_outputs") for name in ("json", "regex", "grammar")),
+        *(
+            ({f"guided_{name}": "x"}, f"guided_{name}", "structured_outputs")
+            for name in ("json", "regex", "grammar")
+        ),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "structured_outputs"),
     ],
 )
@@ -133,7 +213,9 @@ async def test_what_cannot_be_is_refused_by_its_name(
 
 
 async def test_null_of_an_old_field_passes(acme: Client) -> None:
-    assert (await chat(acme, guided_json=None, structured_outputs=None, response_format=None)).status_code == 200
+    assert (
+        await chat(acme, guided_json=None, structured_outputs=None, response_format=None)
+    ).status_code == 200
 
 
 async def test_a_grammar_of_the_clients_own_is_refused_with_tools(api: Api, acme: Client) -> None:
@@ -141,18 +223,25 @@ async def test_a_grammar_of_the_clients_own_is_refused_with_tools(api: Api, acme
     tools = [{"type": "function", "function": {"name": "f"}}]
     asked = {"tools": tools, "structured_outputs": {"grammar": 'start: "a"'}}
     error = (await chat(acme, **asked)).json()["error"]
-    assert (error["param"], "cannot be used with tools" in error["message"]) == ("structured_outputs", True)
+    assert (error["param"], "cannot be used with tools" in error["message"]) == (
+        "structured_outputs",
+        True,
+    )
     assert (await chat(acme, **asked, tool_choice="none")).status_code == 200
 
 
 @pytest.mark.parametrize("is_opened", [False, True])
-async def test_reasoning_stays_free_before_an_answer_that_is_held(api: Api, acme: Client, is_opened: bool) -> None:
+async def test_reasoning_stays_free_before_an_answer_that_is_held(
+    api: Api, acme: Client, is_opened: bool
+) -> None:
     use_tokenizer(api, tokenizer_with())
     kwargs = {"enable_thinking": is_opened}
     assert (await chat(acme, response_format=NAMED, chat_template_kwargs=kwargs)).status_code == 200
     (request,) = api.engine.requests
     thought = 'Well: {"intent": "x"}.\nOr not?</think>\n\n'
-    assert takes(request.grammar, ("" if is_opened else "<think>") + thought + '{"intent": "hours"}')
+    assert takes(
+        request.grammar, ("" if is_opened else "<think>") + thought + '{"intent": "hours"}'
+    )
     assert takes(request.grammar, '{"intent": "hours"}') != is_opened
     assert not takes(request.grammar, thought + '{"intent": "x"}')
 
@@ -165,8 +254,13 @@ def deep(count: int) -> dict[str, Any]:
 
 
 def doubled(count: int) -> dict[str, Any]:
-    places = {f"d{index}": {"allOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(count)}
-    return {"$ref": "#/$defs/d0", "$defs": {**places, f"d{count}": {"type": "string", "pattern": "^a"}}}
+    places = {
+        f"d{index}": {"allOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(count)
+    }
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {**places, f"d{count}": {"type": "string", "pattern": "^a"}},
+    }
 
 
 HOSTILE: dict[str, Any] = {
@@ -174,8 +268,13 @@ HOSTILE: dict[str, Any] = {
     "deep": deep(100),
     "doubled by references": doubled(25),
     "many required": {"type": "object", "required": [f"r{index}" for index in range(8_000)]},
-    "many patterns at once": {"allOf": [{"type": "string", "pattern": f"^.*{index}.*$"} for index in range(300)]},
-    "many properties": {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(5_000)}},
+    "many patterns at once": {
+        "allOf": [{"type": "string", "pattern": f"^.*{index}.*$"} for index in range(300)]
+    },
+    "many properties": {
+        "type": "object",
+        "properties": {f"p{index}": {"type": "string"} for index in range(5_000)},
+    },
     "large remainders": {"type": "integer", "multipleOf": 999_983},
 }
 
@@ -197,7 +296,10 @@ def test_a_check_that_is_ended_is_remembered_and_the_next_one_is_made() -> None:
 
 
 def test_what_takes_the_engine_long_to_compile_is_refused() -> None:
-    rules = [f'r{index}: %json {{"type": "integer", "multipleOf": {9000 + index}}}' for index in range(20)]
+    rules = [
+        f'r{index}: %json {{"type": "integer", "multipleOf": {9000 + index}}}'
+        for index in range(20)
+    ]
     text = "\n".join(["start: " + " ".join(f"r{index}" for index in range(20)), *rules])
     assert grammar_checker().problem(text, "remainders", DEMO_MODEL, "t") == TOO_COMPLEX
     ambiguous = "start: a\na: /[a-z]/ | a a | a a a"
@@ -209,13 +311,17 @@ def _optional(count: int) -> str:
     return json_grammar({"type": "object", "properties": properties, "additionalProperties": False})
 
 
-def test_what_breaks_only_while_an_answer_is_written_is_refused_and_what_does_not_is_taken() -> None:
+def test_what_breaks_only_while_an_answer_is_written_is_refused_and_what_does_not_is_taken() -> (
+    None
+):
     assert "items" in (grammar_checker().problem(_optional(700), "700", DEMO_MODEL, "t") or "")
     text = _optional(400)
     assert grammar_checker().problem(text, "400", DEMO_MODEL, "t") is None
     tokenizer = Tokenizer(DEMO_MODEL)
     matcher = GrammarTokens(DEMO_MODEL, tokenizer.eos_token_ids).compile(text)
-    assert matcher.take(tokenizer.encode('{"property_7": "a", "property_399": "b"}', add_special_tokens=False))
+    assert matcher.take(
+        tokenizer.encode('{"property_7": "a", "property_399": "b"}', add_special_tokens=False)
+    )
     assert matcher.parser.is_accepting()
 
 
@@ -229,7 +335,9 @@ def child(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a checker's child is, in Python; an answer is what it writes."""
     code = ["-c", ""]
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda args, **options: popen([args[0], *code], **options))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda args, **options: popen([args[0], *code], **options)
+    )
     return code
 
 
@@ -238,15 +346,21 @@ def test_checks_give_way_to_steps() -> None:
     assert checker.problem('start: "a"', "a", DEMO_MODEL, "t") is None
     own = psutil.Process()
     living = [each for each in own.children() if each.status() != psutil.STATUS_ZOMBIE]
-    children = [each for each in living if "manylora.server.sandbox.grammar_check" in each.cmdline()]
+    children = [
+        each for each in living if "manylora.server.sandbox.grammar_check" in each.cmdline()
+    ]
     assert {int(each.nice()) for each in children} == {min(int(own.nice()) + 10, 19)}
     checker.close()
 
 
 def test_tenants_share_no_verdicts(child: list[str]) -> None:
-    child[1] = "import sys\nfor index, _ in enumerate(sys.stdin): print(f'\"check {index}\"', flush=True)"
+    child[1] = (
+        "import sys\nfor index, _ in enumerate(sys.stdin): print(f'\"check {index}\"', flush=True)"
+    )
     checker = GrammarChecker()
-    found = [checker.problem("text", "digest", DEMO_MODEL, tenant) for tenant in ("one", "two", "one")]
+    found = [
+        checker.problem("text", "digest", DEMO_MODEL, tenant) for tenant in ("one", "two", "one")
+    ]
     assert found == ["check 0", "check 1", "check 0"]
     checker.close()
 

@@ -39,16 +39,26 @@ async def engine_request(api: Api, client: Client, route: str, **fields: Any) ->
 
 def said() -> list[int]:
     """Tokens of what the engine writes, and its end."""
-    return [*demo_tokenizer().encode(BASE_TEXT, add_special_tokens=False), min(demo_tokenizer().eos_token_ids)]
+    return [
+        *demo_tokenizer().encode(BASE_TEXT, add_special_tokens=False),
+        min(demo_tokenizer().eos_token_ids),
+    ]
 
 
 async def test_fields_of_sampling_reach_the_engine(api: Api, acme: Client) -> None:
-    same: dict[str, Any] = {"min_tokens": 4, "skip_special_tokens": False, "include_stop_str_in_output": True}
+    same: dict[str, Any] = {
+        "min_tokens": 4,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
     for route, body in (("completions", {"prompt": "x"}), ("chat/completions", CHAT)):
         sent = same | {"allowed_token_ids": [5, 7, 9], "bad_words": ["open"]}
         params = (await engine_request(api, acme, route, **body, **sent, max_tokens=40)).params
         assert {name: getattr(params, name) for name in same} == same
-        assert (params.allowed_token_ids, params.bad_words) == ((5, 7, 9), bad_word_tokens(["open"], demo_tokenizer()))
+        assert (params.allowed_token_ids, params.bad_words) == (
+            (5, 7, 9),
+            bad_word_tokens(["open"], demo_tokenizer()),
+        )
         plain = (await engine_request(api, acme, route, **body, max_tokens=40)).params
         assert plain == SamplingParams(max_tokens=40, temperature=1.0)
 
@@ -60,8 +70,16 @@ def test_bad_words_count_at_the_start_and_after_a_space() -> None:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     open_ids, spaced = ids("open"), ids(" open")
-    expected = (open_ids, spaced) if len(spaced) == len(open_ids) and spaced[0] != open_ids[0] else (open_ids,)
-    assert bad_word_tokens(["open"], tokenizer) == bad_word_tokens([" open", "open"], tokenizer) == expected
+    expected = (
+        (open_ids, spaced)
+        if len(spaced) == len(open_ids) and spaced[0] != open_ids[0]
+        else (open_ids,)
+    )
+    assert (
+        bad_word_tokens(["open"], tokenizer)
+        == bad_word_tokens([" open", "open"], tokenizer)
+        == expected
+    )
     marks = [mark for mark in '"{([' if len(ids(mark)) == len(ids(f" {mark}")) == 1]
     assert marks  # of these both forms count
     assert bad_word_tokens(marks[:1], tokenizer) == (ids(marks[0]), ids(f" {marks[0]}"))
@@ -71,31 +89,45 @@ def test_bad_words_count_at_the_start_and_after_a_space() -> None:
 
 async def test_token_ids_of_completions_stand_in_each_choice(acme: Client) -> None:
     prompts = ["one", "two two"]
-    answer = await post(acme, "completions", prompt=prompts, n=2, max_tokens=50, return_token_ids=True)
+    answer = await post(
+        acme, "completions", prompt=prompts, n=2, max_tokens=50, return_token_ids=True
+    )
     body = CompletionView.model_validate_json(answer.content)
     asked = [demo_tokenizer().encode(prompt) for prompt in prompts for _ in range(2)]
     assert [choice.prompt_token_ids for choice in body.choices] == asked
     assert body.choices[0].token_ids == body.choices[2].token_ids == said()
-    assert sum(len(choice.token_ids or ()) for choice in body.choices) == body.usage.completion_tokens
+    assert (
+        sum(len(choice.token_ids or ()) for choice in body.choices) == body.usage.completion_tokens
+    )
     plain = (await post(acme, "completions", prompt=prompts)).json()
     assert set(plain["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "stop_reason"}
 
 
 async def test_token_ids_of_a_stopped_answer_are_those_that_are_billed(acme: Client) -> None:
-    body = (await post(acme, "completions", prompt="x", stop=[" plain"], return_token_ids=True)).json()
+    body = (
+        await post(acme, "completions", prompt="x", stop=[" plain"], return_token_ids=True)
+    ).json()
     assert len(body["choices"][0]["token_ids"]) == body["usage"]["completion_tokens"] < len(said())
 
 
-async def test_the_best_of_several_candidates_keeps_its_own_token_ids(api: Api, acme: Client) -> None:
+async def test_the_best_of_several_candidates_keeps_its_own_token_ids(
+    api: Api, acme: Client
+) -> None:
     api.engine.logprob = lambda request: -0.1 if request.choice_index == 2 else -0.9
-    body = (await post(acme, "completions", prompt="x", best_of=3, max_tokens=60, return_token_ids=True)).json()
+    body = (
+        await post(acme, "completions", prompt="x", best_of=3, max_tokens=60, return_token_ids=True)
+    ).json()
     (choice,) = body["choices"]
     assert choice["text"] == f"{BASE_TEXT} choice 2"
     assert demo_tokenizer().decode(choice["token_ids"]) == choice["text"]
 
 
-async def test_a_stream_of_completions_has_the_prompts_ids_in_each_choices_first_chunk(acme: Client) -> None:
-    chunks = await streamed(acme, "completions", prompt=["one", "two"], n=2, max_tokens=50, return_token_ids=True)
+async def test_a_stream_of_completions_has_the_prompts_ids_in_each_choices_first_chunk(
+    acme: Client,
+) -> None:
+    chunks = await streamed(
+        acme, "completions", prompt=["one", "two"], n=2, max_tokens=50, return_token_ids=True
+    )
     firsts: dict[int, Any] = {}
     tokens: dict[int, list[int]] = {}
     for chunk in chunks:
@@ -105,7 +137,9 @@ async def test_a_stream_of_completions_has_the_prompts_ids_in_each_choices_first
         if is_first:
             firsts[choice["index"]] = choice["prompt_token_ids"]
         tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
-    assert firsts == {index: demo_tokenizer().encode(["one", "two"][index // 2]) for index in range(4)}
+    assert firsts == {
+        index: demo_tokenizer().encode(["one", "two"][index // 2]) for index in range(4)
+    }
     assert tokens[0] == tokens[2] == said()
 
 
@@ -115,8 +149,13 @@ async def test_a_chat_has_the_prompts_ids_beside_its_choices(api: Api, acme: Cli
     assert body.prompt_token_ids == api.engine.requests[-1].prompt_token_ids
     assert body.choices[0].token_ids == said()
     chunks = await streamed(acme, "chat/completions", **CHAT, return_token_ids=True)
-    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [body.prompt_token_ids, *[None] * (len(chunks) - 1)]
-    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())] == said()
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [
+        body.prompt_token_ids,
+        *[None] * (len(chunks) - 1),
+    ]
+    assert [
+        token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())
+    ] == said()
     assert "prompt_token_ids" not in (await post(acme, "chat/completions", **CHAT)).json()
 
 
@@ -138,13 +177,22 @@ async def test_prompt_logprobs_are_by_id_and_the_first_is_null(acme: Client, num
             assert (own.rank, own.decoded_token) == (1, demo_tokenizer().token_text(token))
             assert own.logprob == -0.25
             assert {entry.logprob for entry in place.values()} <= {-0.25, -9999.0}
-    chat = ChatView.model_validate_json((await post(acme, "chat/completions", **CHAT, prompt_logprobs=num_top)).content)
+    chat = ChatView.model_validate_json(
+        (await post(acme, "chat/completions", **CHAT, prompt_logprobs=num_top)).content
+    )
     assert chat.prompt_logprobs is not None
     assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
 
 
-async def test_prompt_logprobs_and_echo_each_show_what_they_were_asked_for(api: Api, acme: Client) -> None:
-    fields: dict[str, Any] = {"prompt": "we are open", "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+async def test_prompt_logprobs_and_echo_each_show_what_they_were_asked_for(
+    api: Api, acme: Client
+) -> None:
+    fields: dict[str, Any] = {
+        "prompt": "we are open",
+        "echo": True,
+        "logprobs": 1,
+        "prompt_logprobs": 3,
+    }
     choice = (await post(acme, "completions", **fields)).json()["choices"][0]
     assert api.engine.requests[-1].params.prompt_logprobs == 3
     assert {len(place) for place in choice["prompt_logprobs"][1:]} == {3}
@@ -156,12 +204,27 @@ async def test_prompt_logprobs_and_echo_each_show_what_they_were_asked_for(api: 
 
 async def test_tokens_can_be_written_as_ids(acme: Client) -> None:
     shown = [f"token_id:{token}" for token in said()]
-    logprobs = (await post(acme, "completions", prompt="x", logprobs=1, return_tokens_as_token_ids=True)).json()
+    logprobs = (
+        await post(acme, "completions", prompt="x", logprobs=1, return_tokens_as_token_ids=True)
+    ).json()
     assert logprobs["choices"][0]["logprobs"]["tokens"] == shown
-    assert [list(top) for top in logprobs["choices"][0]["logprobs"]["top_logprobs"]] == [[label] for label in shown]
-    chat = await post(acme, "chat/completions", **CHAT, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    assert [list(top) for top in logprobs["choices"][0]["logprobs"]["top_logprobs"]] == [
+        [label] for label in shown
+    ]
+    chat = await post(
+        acme,
+        "chat/completions",
+        **CHAT,
+        logprobs=True,
+        top_logprobs=1,
+        return_tokens_as_token_ids=True,
+    )
     content = chat.json()["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == [entry["top_logprobs"][0]["token"] for entry in content] == shown
+    assert (
+        [entry["token"] for entry in content]
+        == [entry["top_logprobs"][0]["token"] for entry in content]
+        == shown
+    )
     assert b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == BASE_TEXT
 
 
@@ -176,10 +239,15 @@ async def test_the_end_of_a_long_prompt_is_kept(api: Api, acme: Client) -> None:
             request = await engine_request(api, acme, route, **sent)
             assert request.prompt_token_ids == whole[-num_kept:]
     chat = {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": -1}
-    assert len((await engine_request(api, acme, "chat/completions", **chat)).prompt_token_ids) == context - 1
+    assert (
+        len((await engine_request(api, acme, "chat/completions", **chat)).prompt_token_ids)
+        == context - 1
+    )
     short = await engine_request(api, acme, "completions", prompt="x", truncate_prompt_tokens=50)
     assert short.prompt_token_ids == tokenizer.encode("x")
-    echoed = await post(acme, "completions", prompt=text, truncate_prompt_tokens=3, echo=True, max_tokens=0)
+    echoed = await post(
+        acme, "completions", prompt=text, truncate_prompt_tokens=3, echo=True, max_tokens=0
+    )
     assert echoed.json()["choices"][0]["text"] == tokenizer.decode(whole[-3:])
 
 
@@ -188,7 +256,9 @@ async def test_the_start_token_is_added_where_it_is_asked_for(api: Api, acme: Cl
     bare, started = tokenizer.encode("x", add_special_tokens=False), tokenizer.encode("x")
     assert started != bare
     for asked, expected in ((True, started), (False, bare)):
-        request = await engine_request(api, acme, "completions", prompt="x", add_special_tokens=asked)
+        request = await engine_request(
+            api, acme, "completions", prompt="x", add_special_tokens=asked
+        )
         assert request.prompt_token_ids == expected
         body = {"model": BASE, "prompt": "x", "add_special_tokens": asked}
         assert (await acme.post("/tokenize", json=body)).json()["tokens"] == expected
@@ -230,8 +300,13 @@ async def test_an_echoed_message_begins_the_answer(acme: Client) -> None:
     assert message["content"] == f"We are{BASE_TEXT}"
     chunks = await streamed(acme, "chat/completions", **fields)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "We are"}
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == f"We are{BASE_TEXT}"
-    of_user = (await post(acme, "chat/completions", **CHAT, echo=True)).json()["choices"][0]["message"]
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        == f"We are{BASE_TEXT}"
+    )
+    of_user = (await post(acme, "chat/completions", **CHAT, echo=True)).json()["choices"][0][
+        "message"
+    ]
     assert of_user["content"] == BASE_TEXT
 
 
@@ -241,4 +316,6 @@ async def test_what_is_shown_of_the_end_is_asked_for(acme: Client) -> None:
     assert (choice["text"], choice["stop_reason"]) == ("the base speaks plain", " plain")
     eos = demo_tokenizer().token_text(said()[-1])
     fields = {"prompt": "x", "skip_special_tokens": False, "include_stop_str_in_output": True}
-    assert (await post(acme, "completions", **fields)).json()["choices"][0]["text"] == BASE_TEXT + eos
+    assert (await post(acme, "completions", **fields)).json()["choices"][0][
+        "text"
+    ] == BASE_TEXT + eos

@@ -23,11 +23,36 @@ CHAT = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_toke
 @pytest.mark.parametrize(
     "raw",
     [
-        *(b"", b"{", b"[]", b'"text"', b"null", b"{}x", b"{'a': 1}", b'{"a": 1,}', b"\xef\xbb\xbf{}"),
-        *(b'{"a": 1, "a": 2}', b'{"x": {"a": 1, "a": 2}}', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 01}'),
-        *(b'{"a": "\\ud800"}', b'{"a": "\\udc00\\ud800"}', b'{"a": "\\u0000"}', b'{"a": "\\\\\\u0000"}'),
+        *(
+            b"",
+            b"{",
+            b"[]",
+            b'"text"',
+            b"null",
+            b"{}x",
+            b"{'a': 1}",
+            b'{"a": 1,}',
+            b"\xef\xbb\xbf{}",
+        ),
+        *(
+            b'{"a": 1, "a": 2}',
+            b'{"x": {"a": 1, "a": 2}}',
+            b'{"a": NaN}',
+            b'{"a": Infinity}',
+            b'{"a": 01}',
+        ),
+        *(
+            b'{"a": "\\ud800"}',
+            b'{"a": "\\udc00\\ud800"}',
+            b'{"a": "\\u0000"}',
+            b'{"a": "\\\\\\u0000"}',
+        ),
         *(b'{"a": "\x00"}', b'{"a": "\xff"}', b'{"a": "\xed\xa0\x80"}'),
-        *(b'{"a": ' + b"1" * 5000 + b"}", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"[" * 100_000),
+        *(
+            b'{"a": ' + b"1" * 5000 + b"}",
+            b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+            b"[" * 100_000,
+        ),
     ],
 )
 async def test_ambiguous_or_broken_json_is_refused(raw: bytes) -> None:
@@ -40,13 +65,18 @@ async def test_levels_within_one_another_are_limited() -> None:
     assert parse_json(b'{"a":' * 127 + b'"[[["' + b"}" * 127)
     assert parse_json(b'{"a": [' + b"[]," * 500 + b"[]]}")
     for many in (129, 600, 2000):
-        with pytest.raises(InvalidRequestError, match="nested more than 128 levels deep") as refused:
+        with pytest.raises(
+            InvalidRequestError, match="nested more than 128 levels deep"
+        ) as refused:
             parse_json(b'{"a":' * many + b"1" + b"}" * many)
         assert refused.value.code == "invalid_json"
 
 
 async def test_text_that_only_looks_like_an_escape_passes() -> None:
-    assert parse_json(b'{"a": "\\\\u0000", "b": "\\ud83d\\ude00"}') == {"a": "\\u0000", "b": "\U0001f600"}
+    assert parse_json(b'{"a": "\\\\u0000", "b": "\\ud83d\\ude00"}') == {
+        "a": "\\u0000",
+        "b": "\U0001f600",
+    }
 
 
 WRONG: dict[str, list[Any]] = {
@@ -66,7 +96,13 @@ WRONG: dict[str, list[Any]] = {
     "seed": [1 << 63, 1.5],
     "stop": [["a"] * 33, [1], "x" * 257],
     "stop_token_ids": [[10**6]],
-    "logit_bias": [{"x": 1}, {"5": 101}, {"5": "1"}, {"1000000": 1}, {str(token): 1 for token in range(301)}],
+    "logit_bias": [
+        {"x": 1},
+        {"5": 101},
+        {"5": "1"},
+        {"1000000": 1},
+        {str(token): 1 for token in range(301)},
+    ],
     "stream": ["yes"],
     "stream_options": [{"include_usage": True}],
     "prompt": [[], [[]], ["a", [1]], [1, "a"], [True], [-1], [10**6], 5, {"a": 1}, ["x"] * 129],
@@ -120,7 +156,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
 ]
-LACKING: dict[str, Any] = {"nonsense": 1, "suffix": "x", "spaces_between_special_tokens": False, "cache_salt": "s"}
+LACKING: dict[str, Any] = {
+    "nonsense": 1,
+    "suffix": "x",
+    "spaces_between_special_tokens": False,
+    "cache_salt": "s",
+}
 LACKING |= {"guided_json": {"type": "object"}, "lora_path": "/etc"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
@@ -149,7 +190,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
-    *(({"tool_choice": value}, "tool_choice") for value in ("required", "x", {"type": "function"}, 5)),
+    *(
+        ({"tool_choice": value}, "tool_choice")
+        for value in ("required", "x", {"type": "function"}, 5)
+    ),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"reasoning_effort": "some"}, "reasoning_effort"),
@@ -183,12 +227,37 @@ async def test_wrong_fields_are_400_and_named(api: Api, acme: Client) -> None:
 
 
 NEUTRAL: list[dict[str, Any]] = [
-    {"best_of": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "suffix": None},
-    {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "response_format": {"type": "text"}},
+    {
+        "best_of": 1,
+        "use_beam_search": False,
+        "length_penalty": 1,
+        "early_stopping": False,
+        "suffix": None,
+    },
+    {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "response_format": {"type": "text"},
+    },
     {"stop": None, "seed": None, "temperature": None, "logprobs": None, "stream": None, "n": None},
-    {"prompt_logprobs": None, "skip_special_tokens": True, "prompt_cache_key": "k", "safety_identifier": "s"},
+    {
+        "prompt_logprobs": None,
+        "skip_special_tokens": True,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+    },
     {"stream": True, "stream_options": {"include_obfuscation": True}},
-    {"max_tokens": 2.0, "n": 1.0, "seed": 7.0, "top_k": 5.0, "logprobs": 1.0, "best_of": 1.0, "priority": 0.0},
+    {
+        "max_tokens": 2.0,
+        "n": 1.0,
+        "seed": 7.0,
+        "top_k": 5.0,
+        "logprobs": 1.0,
+        "best_of": 1.0,
+        "priority": 0.0,
+    },
     {"top_p": 0},
     {"stop": ""},
     {"stop": ["", *(f"stop {number}" for number in range(32))]},
@@ -196,23 +265,46 @@ NEUTRAL: list[dict[str, Any]] = [
     {"prompt": "a\0b"},
 ]
 NEUTRAL_MESSAGES: list[dict[str, Any]] = [
-    {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}]},
-    {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
-    {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "annotations": [{}]},
+    {
+        "role": "developer",
+        "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+    },
+    {
+        "role": "assistant",
+        "content": "yes",
+        "tool_calls": None,
+        "refusal": None,
+        "annotations": [{}],
+    },
     {"role": "assistant", "content": None, "audio": None, "reasoning_content": None, "id": "m1"},
     {"role": "user", "content": "a\0b", "name": "joe", "provider_specific_fields": {"x": 1}},
 ]
 NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": None, "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
-    {"functions": [], "function_call": "auto", "chat_template_kwargs": {}, "include_reasoning": True},
-    {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}], "reasoning_effort": "low"},
+    {
+        "functions": [],
+        "function_call": "auto",
+        "chat_template_kwargs": {},
+        "include_reasoning": True,
+    },
+    {
+        "messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}],
+        "reasoning_effort": "low",
+    },
     {"max_tokens": None, "max_completion_tokens": 2.0},
     *({"messages": [message]} for message in NEUTRAL_MESSAGES),
 ]
 
 
 async def test_what_changes_nothing_passes(api: Api, acme: Client) -> None:
-    for route, base, cases in (("completions", GOOD, NEUTRAL), ("chat/completions", CHAT, NEUTRAL_CHATS)):
+    for route, base, cases in (
+        ("completions", GOOD, NEUTRAL),
+        ("chat/completions", CHAT, NEUTRAL_CHATS),
+    ):
         for fields in cases:
             answer = await acme.post(f"/v1/{route}", json={**base, **fields})
             assert answer.status_code == 200, (fields, answer.text)
@@ -224,15 +316,34 @@ async def test_what_changes_nothing_passes(api: Api, acme: Client) -> None:
     ("message", "param", "says"),
     [
         ({"role": "tool", "content": "4"}, "messages", "and no other, has a tool_call_id"),
-        ({"role": "user", "content": "4", "tool_call_id": "c1"}, "messages", "and no other, has a tool_call_id"),
-        ({"role": "user", "content": "4", "tool_calls": [CALL]}, "messages", "belong to messages of role assistant"),
         (
-            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
+            {"role": "user", "content": "4", "tool_call_id": "c1"},
+            "messages",
+            "and no other, has a tool_call_id",
+        ),
+        (
+            {"role": "user", "content": "4", "tool_calls": [CALL]},
+            "messages",
+            "belong to messages of role assistant",
+        ),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}],
+            },
             "messages.0.tool_calls.0.function.arguments",
             "must be a JSON object in a string",
         ),
-        ({"role": "user", "content": None}, "messages", "content is null, which only an assistant's message may have"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages", "parts of type text only, got image_url"),
+        (
+            {"role": "user", "content": None},
+            "messages",
+            "content is null, which only an assistant's message may have",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages",
+            "parts of type text only, got image_url",
+        ),
     ],
 )
 async def test_messages_are_refused_by_what_is_wrong_with_them(
@@ -244,22 +355,33 @@ async def test_messages_are_refused_by_what_is_wrong_with_them(
 
 
 async def test_a_nul_reaches_the_tokenizer_and_no_name(api: Api, acme: Client) -> None:
-    answer = await acme.post("/v1/completions", json={**GOOD, "prompt": "a\0b", "echo": True, "max_tokens": 0})
+    answer = await acme.post(
+        "/v1/completions", json={**GOOD, "prompt": "a\0b", "echo": True, "max_tokens": 0}
+    )
     assert answer.json()["choices"][0]["text"] == "a\0b"
     assert answer.json()["usage"]["completion_tokens"] == 0
     assert (await acme.post("/tokenize", json={"prompt": "a\0b"})).status_code == 200
     answer = await acme.post("/v1/completions", json={**GOOD, "model": "de\0mo", "user": "\0"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     answer = await api.admin.post("/v1/tenants", json={"name": "a\0b"})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "A string holds a NUL character.")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "A string holds a NUL character.",
+    )
 
 
 async def test_a_prompt_beyond_the_context_is_400_with_the_numbers(acme: Client) -> None:
-    for fields in ({"prompt": [5] * 255, "max_tokens": 2}, {"max_tokens": 300}, {"prompt": "x" * 40_000}):
+    for fields in (
+        {"prompt": [5] * 255, "max_tokens": 2},
+        {"max_tokens": 300},
+        {"prompt": "x" * 40_000},
+    ):
         answer = await acme.post("/v1/completions", json={**GOOD, **fields})
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert answer.json()["error"]["message"].startswith("This model's maximum context length is 256 tokens. How")
+        assert answer.json()["error"]["message"].startswith(
+            "This model's maximum context length is 256 tokens. How"
+        )
     long_chat = [{"role": "user", "content": "open " * 300}]
     answer = await acme.post("/v1/chat/completions", json={"model": BASE, "messages": long_chat})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -268,10 +390,28 @@ async def test_a_prompt_beyond_the_context_is_400_with_the_numbers(acme: Client)
 @pytest.mark.parametrize(
     ("content", "headers", "status", "code", "says"),
     [
-        (b"{}", {"content-type": "text/plain"}, 400, "invalid_json", "send Content-Type application/json"),
+        (
+            b"{}",
+            {"content-type": "text/plain"},
+            400,
+            "invalid_json",
+            "send Content-Type application/json",
+        ),
         (b"{broken", {}, 400, "invalid_json", "not valid JSON"),
-        (b" " * (1 << 20) + b"{}", {}, 413, "payload_too_large", "exceeds the limit of 1048576 bytes"),
-        (b"\x1f\x8b", {"content-encoding": "gzip"}, 415, "unsupported_encoding", "without Content-Encoding: gzip"),
+        (
+            b" " * (1 << 20) + b"{}",
+            {},
+            413,
+            "payload_too_large",
+            "exceeds the limit of 1048576 bytes",
+        ),
+        (
+            b"\x1f\x8b",
+            {"content-encoding": "gzip"},
+            415,
+            "unsupported_encoding",
+            "without Content-Encoding: gzip",
+        ),
     ],
 )
 async def test_bodies_that_are_not_parsed(
@@ -286,7 +426,9 @@ async def test_the_tokenizer_answers_over_http(acme: Client) -> None:
     asked = {"model": BASE, "prompt": "we are open", "return_token_strs": True}
     made = (await acme.post("/tokenize", json=asked)).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
-    bare = (await acme.post("/tokenize", json={"prompt": "we are open", "add_special_tokens": False})).json()
+    bare = (
+        await acme.post("/tokenize", json={"prompt": "we are open", "add_special_tokens": False})
+    ).json()
     back = await acme.post("/detokenize", json={"tokens": bare["tokens"]})
     assert back.json() == {"prompt": "we are open"}
     chat = await acme.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})
@@ -299,11 +441,25 @@ async def test_the_tokenizer_answers_over_http(acme: Client) -> None:
 
 WRONG_KEYS: list[dict[str, Any]] = [
     *({"scopes": ["root"]}, {"scopes": []}, {"role": "admin"}, {"expires_at": 5}),
-    *({"expires_at": at} for at in ("2001-01-01T00:00:00Z", "2101-01-01T00:00:00", "9999-12-31T23:59:59-23:00")),
+    *(
+        {"expires_at": at}
+        for at in ("2001-01-01T00:00:00Z", "2101-01-01T00:00:00", "9999-12-31T23:59:59-23:00")
+    ),
 ]
 WRONG_QUERIES = (
-    *("gruop_by=tenant", "group_by=model", "start=yesterday", "start=2026-01-02&end=2026-01-01", "bucket=2h"),
-    *("end=0001-01-01", "start=0001-01-01T00:00:00%2B05:00", "end=9999-12-31T23:59:59-05:00", f"after={DEEP_CURSOR}"),
+    *(
+        "gruop_by=tenant",
+        "group_by=model",
+        "start=yesterday",
+        "start=2026-01-02&end=2026-01-01",
+        "bucket=2h",
+    ),
+    *(
+        "end=0001-01-01",
+        "start=0001-01-01T00:00:00%2B05:00",
+        "end=9999-12-31T23:59:59-05:00",
+        f"after={DEEP_CURSOR}",
+    ),
 )
 
 
@@ -329,6 +485,11 @@ async def test_admin_bodies_are_checked_too(api: Api) -> None:
             assert answer.status_code == status, (path, body, answer.text)
 
 
-@pytest.mark.parametrize(("header", "length"), [("0" * 18 + "1999", 1999), ("9" * 30, int("9" * 19)), ("00", 0)])
+@pytest.mark.parametrize(
+    ("header", "length"), [("0" * 18 + "1999", 1999), ("9" * 30, int("9" * 19)), ("00", 0)]
+)
 def test_a_content_length_is_read_whole_or_as_too_large(header: str, length: int) -> None:
-    assert content_length(Request({"type": "http", "headers": [(b"content-length", header.encode())]})) == length
+    assert (
+        content_length(Request({"type": "http", "headers": [(b"content-length", header.encode())]}))
+        == length
+    )

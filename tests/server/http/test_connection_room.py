@@ -12,7 +12,11 @@ import pytest
 
 from api_server import BASE, Api, connect, eventually, new_client
 from manylora.server.http import connection_room as rooms
-from manylora.server.http.connection_room import ConnectionRoom, most_connections, raise_descriptor_limit
+from manylora.server.http.connection_room import (
+    ConnectionRoom,
+    most_connections,
+    raise_descriptor_limit,
+)
 from manylora.server.listen import ApiServer
 from raw_http import head_of
 
@@ -72,7 +76,9 @@ def test_callers_with_a_key_stay_and_of_them_the_idle_one_goes() -> None:
     assert closed == ["d", "b", "e"]
 
 
-def test_strangers_are_bounded_where_there_is_room_for_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_bounded_where_there_is_room_for_many_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rooms, "MOST_STRANGERS", 2)
     closed: list[str] = []
     visitors(ConnectionRoom(1000), "abc", closed)
@@ -117,7 +123,9 @@ async def narrow(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str
 @pytest.mark.parametrize(
     "head", [b"", head_of("GET", "/health", None)[:-2], head_of("GET", "/v1/models", "no-key")[:-2]]
 )
-async def test_idle_connections_of_strangers_keep_no_tenant_out(api: Api, narrow: str, head: bytes) -> None:
+async def test_idle_connections_of_strangers_keep_no_tenant_out(
+    api: Api, narrow: str, head: bytes
+) -> None:
     """They say nothing, or begin a request."""
     body = {"model": BASE, "prompt": "x", "max_tokens": 100, "ignore_eos": True}
     async with AsyncExitStack() as stack:

@@ -14,7 +14,10 @@ from manylora.errors import ConfigError
 pytestmark = pytest.mark.anyio
 PAGE = "https://chat.example.org"
 ALLOW = "access-control-allow-origin"
-ASKS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+ASKS = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type",
+}
 
 
 async def asked(server: Api, origin: str) -> list[httpx.Response]:
@@ -22,7 +25,9 @@ async def asked(server: Api, origin: str) -> list[httpx.Response]:
     headers = {"origin": origin}
     client = await server.tenant("acme")
     answers = [
-        await server.client().request("OPTIONS", "/v1/chat/completions", headers={**headers, **ASKS}),
+        await server.client().request(
+            "OPTIONS", "/v1/chat/completions", headers={**headers, **ASKS}
+        ),
         await client.get("/v1/models", headers=headers),
         await client.post("/v1/completions", json={}, headers=headers),
         await server.client().get("/v1/models", headers=headers),
@@ -50,13 +55,21 @@ async def test_listed_pages_read_every_answer_and_never_with_a_cookie(
     assert (answers[0].status_code == 200) == (allowed is not None)
     assert not any("access-control-allow-credentials" in answer.headers for answer in answers)
     if allowed is not None:
-        assert answers[0].headers["access-control-allow-headers"] == ASKS["access-control-request-headers"]
+        assert (
+            answers[0].headers["access-control-allow-headers"]
+            == ASKS["access-control-request-headers"]
+        )
         assert "POST" in answers[0].headers["access-control-allow-methods"]
 
 
-async def test_a_session_and_a_server_without_keys_stay_closed_to_listed_pages(tmp_path: Path) -> None:
+async def test_a_session_and_a_server_without_keys_stay_closed_to_listed_pages(
+    tmp_path: Path,
+) -> None:
     foreign = {"origin": PAGE, "sec-fetch-site": "cross-site"}
-    async with api(tmp_path / "on", cors_origins=PAGE) as server, await server.tenant("acme") as own:
+    async with (
+        api(tmp_path / "on", cors_origins=PAGE) as server,
+        await server.tenant("acme") as own,
+    ):
         await own.post("/v1/session", json={})
         token = {"cookie": "; ".join(f"{name}={value}" for name, value in own.cookies.items())}
         assert token["cookie"]
@@ -75,4 +88,7 @@ def test_what_is_no_origin_is_refused() -> None:
 
 
 def test_origins_are_compared_as_browsers_send_them() -> None:
-    assert ServerConfig(cors_origins="HTTPS://Chat.Example.org, *").allowed_origins == ["https://chat.example.org", "*"]
+    assert ServerConfig(cors_origins="HTTPS://Chat.Example.org, *").allowed_origins == [
+        "https://chat.example.org",
+        "*",
+    ]

@@ -29,10 +29,16 @@ DIALECTS: dict[str, dict[str, Any]] = {
 """The least that each route takes."""
 SDK = {
     "/v1/completions": ("openai.types.completion_create_params", "CompletionCreateParamsBase"),
-    "/v1/chat/completions": ("openai.types.chat.completion_create_params", "CompletionCreateParamsBase"),
+    "/v1/chat/completions": (
+        "openai.types.chat.completion_create_params",
+        "CompletionCreateParamsBase",
+    ),
     "/v1/responses": ("openai.types.responses.response_create_params", "ResponseCreateParamsBase"),
     "/v1/messages": ("anthropic.types.message_create_params", "MessageCreateParamsBase"),
-    "/v1/messages/count_tokens": ("anthropic.types.message_count_tokens_params", "MessageCountTokensParams"),
+    "/v1/messages/count_tokens": (
+        "anthropic.types.message_count_tokens_params",
+        "MessageCountTokensParams",
+    ),
 }
 """What the makers' own clients can send to it; each takes a second to import."""
 SAMPLES: dict[str, dict[str, Any]] = {
@@ -52,7 +58,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "AdapterFitBody": {"adapters": ["a"]},
     "UploadFileBody": FILE,
     "VersionBody": {"name": "a"},
-    "UploadBody": {"name": "a", "files": dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), FILE)},
+    "UploadBody": {
+        "name": "a",
+        "files": dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), FILE),
+    },
     "ImportBody": {"name": "a", "source": "org/repo"},
     "LoadBody": {"lora_name": "a", "lora_path": "org/repo"},
     "UnloadBody": {"lora_name": "a"},
@@ -62,7 +71,9 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "AnswerFormat": {"type": "text"},
     "StructuredOutputs": {"regex": "x"},
     "CompletionBody": DIALECTS["/v1/completions"],
-    **dict.fromkeys(("ChatBody", "MessagesChat", "ResponsesChat"), DIALECTS["/v1/chat/completions"]),
+    **dict.fromkeys(
+        ("ChatBody", "MessagesChat", "ResponsesChat"), DIALECTS["/v1/chat/completions"]
+    ),
     "TokenCountBody": DIALECTS["/v1/messages/count_tokens"],
     "MessagesBody": DIALECTS["/v1/messages"],
     "ResponsesBody": DIALECTS["/v1/responses"],
@@ -98,14 +109,21 @@ def test_null_is_as_absent_in_every_body(model: type[Body]) -> None:
 
 
 @pytest.mark.parametrize("route", DIALECTS)
-async def test_null_and_what_changes_nothing_pass_everywhere(api: Api, acme: Client, route: str) -> None:
+async def test_null_and_what_changes_nothing_pass_everywhere(
+    api: Api, acme: Client, route: str
+) -> None:
     minimal = DIALECTS[route]
     sdk = typing.get_type_hints(getattr(importlib.import_module(SDK[route][0]), SDK[route][1]))
     nulls = dict.fromkeys({*IGNORED, *SHARED, *sdk} - set(minimal))
     neutral = {name: values[0] for name, values in SHARED.items() if values}
     ignored = {name: {"a": "b"} for name in IGNORED}
-    answers = [await acme.post(route, json={**fields, **minimal}) for fields in ({}, nulls, neutral | ignored)]
-    assert [answer.status_code for answer in answers] == [200, 200, 200], [answer.text[:300] for answer in answers]
+    answers = [
+        await acme.post(route, json={**fields, **minimal})
+        for fields in ({}, nulls, neutral | ignored)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 200], [
+        answer.text[:300] for answer in answers
+    ]
     assert len({tuple(request.prompt_token_ids) for request in api.engine.requests}) <= 1
     assert all(request.params == api.engine.requests[0].params for request in api.engine.requests)
 
@@ -151,7 +169,14 @@ def stored_chat(extra: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"role": "system", "content": [part], **extra},
         {"role": "user", "content": [part, part], **extra},
-        {"role": "assistant", "content": "Yes", "audio": None, "refusal": None, "function_call": None, **extra},
+        {
+            "role": "assistant",
+            "content": "Yes",
+            "audio": None,
+            "refusal": None,
+            "function_call": None,
+            **extra,
+        },
         {"role": "user", "content": "Bye", **extra},
     ]
 
@@ -161,7 +186,12 @@ def stored_items(extra: dict[str, Any]) -> list[dict[str, Any]]:
         {"role": "user", "content": [{"type": "input_text", "text": "Hi", **extra}], **extra},
         {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None, **extra},
         *([{"type": "web_search_call", "action": {"query": "x"}, **extra}] if extra else []),
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes", **extra}], **extra},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Yes", **extra}],
+            **extra,
+        },
         {"role": "user", "content": "Bye", **extra},
     ]
 
@@ -190,7 +220,9 @@ async def test_what_programs_keep_with_messages_is_ignored(
     api: Api, acme: Client, route: str, field: str, history: Any
 ) -> None:
     minimal = DIALECTS.get(route, {"model": BASE})
-    answers = [await acme.post(route, json={**minimal, field: history(extra)}) for extra in ({}, STORED)]
+    answers = [
+        await acme.post(route, json={**minimal, field: history(extra)}) for extra in ({}, STORED)
+    ]
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     if api.engine.requests:
         plain, stored = api.engine.requests
@@ -207,7 +239,10 @@ async def test_a_refusal_is_what_the_assistant_said(api: Api, acme: Client) -> N
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]},
     ]
     for message in said:
-        fields: dict[str, Any] = {**DIALECTS["/v1/chat/completions"], "messages": [USER, message, USER]}
+        fields: dict[str, Any] = {
+            **DIALECTS["/v1/chat/completions"],
+            "messages": [USER, message, USER],
+        }
         assert (await acme.post("/v1/chat/completions", json=fields)).status_code == 200
     assert len({tuple(request.prompt_token_ids) for request in api.engine.requests}) == 1
 
@@ -221,38 +256,70 @@ async def test_a_refusal_is_what_the_assistant_said(api: Api, acme: Client) -> N
         {"role": "assistant", "content": "x", "prefix": True},
     ],
 )
-async def test_content_of_a_message_that_cannot_be_shown_is_refused(acme: Client, message: dict[str, Any]) -> None:
+async def test_content_of_a_message_that_cannot_be_shown_is_refused(
+    acme: Client, message: dict[str, Any]
+) -> None:
     fields = {**DIALECTS["/v1/chat/completions"], "messages": [message]}
     answer = await acme.post("/v1/chat/completions", json=fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, list(message)[-1])
 
 
-@pytest.mark.parametrize("kind", ["server_tool_use", "web_search_tool_result", "document", "image", "search_result"])
+@pytest.mark.parametrize(
+    "kind", ["server_tool_use", "web_search_tool_result", "document", "image", "search_result"]
+)
 async def test_blocks_that_cannot_be_shown_are_refused_by_name(acme: Client, kind: str) -> None:
     for role in ("user", "assistant"):
         answer = await acme.post(
-            "/v1/messages", json={**DIALECTS["/v1/messages"], "messages": [{"role": role, "content": [{"type": kind}]}]}
+            "/v1/messages",
+            json={
+                **DIALECTS["/v1/messages"],
+                "messages": [{"role": role, "content": [{"type": kind}]}],
+            },
         )
         assert answer.status_code == 400
         assert f"got {kind}" in answer.json()["error"]["message"]
 
 
 BAD_ARGUMENTS = [
-    *(r'{"a": "\ud800"}', r'{"\udc00": 1}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": 1, "a": 2}'),
-    *('{"a": ' + "1" * 5000 + "}", "[1]", '"a"', "{} x", "\ufeff{}", "{", "[" * 2000, '{"a":' * 200 + "1" + "}" * 200),
+    *(
+        r'{"a": "\ud800"}',
+        r'{"\udc00": 1}',
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        '{"a": 1e999}',
+        '{"a": 1, "a": 2}',
+    ),
+    *(
+        '{"a": ' + "1" * 5000 + "}",
+        "[1]",
+        '"a"',
+        "{} x",
+        "\ufeff{}",
+        "{",
+        "[" * 2000,
+        '{"a":' * 200 + "1" + "}" * 200,
+    ),
 ]
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize", "/v1/responses"])
-async def test_arguments_of_calls_are_read_as_strictly_as_bodies(api: Api, acme: Client, route: str) -> None:
+async def test_arguments_of_calls_are_read_as_strictly_as_bodies(
+    api: Api, acme: Client, route: str
+) -> None:
     for arguments in BAD_ARGUMENTS:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        fields: dict[str, Any] = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        fields: dict[str, Any] = {
+            "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        }
         if route == "/v1/responses":
             called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
             fields = {"input": [ITEM, called]}
         answer = await acme.post(route, json={"model": BASE, **fields})
-        place = "input.1.function_call.arguments" if "input" in fields else "messages.1.tool_calls.0.function.arguments"
+        place = (
+            "input.1.function_call.arguments"
+            if "input" in fields
+            else "messages.1.tool_calls.0.function.arguments"
+        )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, place), arguments[:40]
     assert api.engine.requests == []
 
@@ -266,12 +333,19 @@ async def test_the_schema_in_a_string_is_read_as_strictly(acme: Client) -> None:
     ):
         fields = {**DIALECTS["/v1/completions"], "structured_outputs": {"json": schema}}
         answer = await acme.post("/v1/completions", json=fields)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs.json"), schema
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            400,
+            "structured_outputs.json",
+        ), schema
 
 
 async def test_integers_of_any_size_in_schemas_are_no_error(api: Api, acme: Client) -> None:
     """The answer repeats them."""
-    schema = {"type": "object", "properties": {"a": {"enum": ["x"], "title": 2**70}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x"], "title": 2**70}},
+        "required": ["a"],
+    }
     form = {"type": "json_schema", "name": "f", "schema": schema}
     for is_streamed in (False, True):
         fields = {**DIALECTS["/v1/responses"], "text": {"format": form}, "stream": is_streamed}

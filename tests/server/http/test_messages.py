@@ -23,8 +23,27 @@ RAW = re.compile(
 )
 """Words of libraries and of Python."""
 BODIES = (
-    *(b"", b"{", b"[]", b"null", b'"x"', b"5", b"\xff\xfe", b"{}", b'{"a": NaN}', b'{"a": 1e999}', b'{"a": "\\ud800"}'),
-    *(b'{"a": 1, "a": 2}', b"[" * 5000, b'{"a": ' + b"9" * 5000 + b"}", b'{"\\u0000": 1}', b"{'a': 1}", b'{"a": 1} x'),
+    *(
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"5",
+        b"\xff\xfe",
+        b"{}",
+        b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b'{"a": "\\ud800"}',
+    ),
+    *(
+        b'{"a": 1, "a": 2}',
+        b"[" * 5000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"\\u0000": 1}',
+        b"{'a': 1}",
+        b'{"a": 1} x',
+    ),
 )
 TYPES = (
     "text/plain",
@@ -42,12 +61,19 @@ HEADERS = (
         {"x-slo-ttft-ms": "-1"},
         {"idempotency-key": b"\xff"},
     ),
-    *({"idempotency-key": "x" * 300}, {"content-range": "bytes 5-1/x"}, {"digest": "x"}, {"if-match": "*"}),
+    *(
+        {"idempotency-key": "x" * 300},
+        {"content-range": "bytes 5-1/x"},
+        {"digest": "x"},
+        {"if-match": "*"},
+    ),
 )
 USER = {"role": "user", "content": "x"}
 Sent = tuple[str, str, dict[str, Any]]
 """Method, path and the rest of a request."""
-FOR_ADMINS = tuple({path.partition("/{")[0] for (_, path), (who, _) in TABLE.items() if who == "admin"})
+FOR_ADMINS = tuple(
+    {path.partition("/{")[0] for (_, path), (who, _) in TABLE.items() if who == "admin"}
+)
 
 
 def wrong_requests(api: Api) -> Iterator[Sent]:
@@ -59,7 +85,10 @@ def wrong_requests(api: Api) -> Iterator[Sent]:
         operation, where = page["paths"][path][method.lower()], filled(path)
         for place in wrong_paths(path):
             yield method, place, {"json": good}
-        for rest in (*wrong_heads(operation), *(wrong_bodies() if method not in ("GET", "DELETE") else ())):
+        for rest in (
+            *wrong_heads(operation),
+            *(wrong_bodies() if method not in ("GET", "DELETE") else ()),
+        ):
             yield method, where, {"json": good, **rest} if "content" not in rest else rest
         for body in wrong_fields(properties(page, operation), good or {}):
             yield method, where, {"json": body}
@@ -80,7 +109,9 @@ def wrong_heads(operation: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def wrong_bodies() -> Iterator[dict[str, Any]]:
-    yield from ({"content": body, "headers": {"content-type": "application/json"}} for body in BODIES)
+    yield from (
+        {"content": body, "headers": {"content-type": "application/json"}} for body in BODIES
+    )
     yield from ({"content": b"{}", "headers": {"content-type": kind}} for kind in TYPES)
 
 
@@ -100,7 +131,12 @@ def wrong_fields(names: list[str], good: dict[str, Any]) -> Iterator[dict[str, A
 
 def properties(page: dict[str, Any], operation: dict[str, Any]) -> list[str]:
     """Fields of the JSON body that an operation takes."""
-    schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    schema = (
+        operation.get("requestBody", {})
+        .get("content", {})
+        .get("application/json", {})
+        .get("schema", {})
+    )
     if "$ref" in schema:
         schema = page["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     return list(schema.get("properties", ()))
@@ -114,9 +150,14 @@ def faults(answer: httpx.Response) -> Iterator[str]:
         yield "a mistake of the client's is no fault of the server's"
     error = answer.json()["error"]
     is_anthropic = answer.json().get("type") == "error"
-    if error.keys() - {"findings"} != ({"type", "message"} if is_anthropic else {"message", "type", "param", "code"}):
+    if error.keys() - {"findings"} != (
+        {"type", "message"} if is_anthropic else {"message", "type", "param", "code"}
+    ):
         yield "the error is not typed"
-    told = [error["message"], *(text for each in error.get("findings", ()) for text in (each["message"], each["hint"]))]
+    told = [
+        error["message"],
+        *(text for each in error.get("findings", ()) for text in (each["message"], each["hint"])),
+    ]
     for message in told:
         if found := RAW.search(message):
             yield f"a word of a library: {found[0]}"
@@ -135,6 +176,8 @@ async def test_every_refusal_is_in_our_words(api: Api) -> None:
         count += answer.status_code >= 400
         said = list(faults(answer))
         if said:
-            wrong.append((method, path, str(rest)[:200], answer.status_code, answer.text[:400], said))
+            wrong.append(
+                (method, path, str(rest)[:200], answer.status_code, answer.text[:400], said)
+            )
     assert wrong == []
     assert count > 2000

@@ -46,7 +46,11 @@ async def test_every_operation_names_its_errors(api: Api) -> None:
             expected |= set() if path in PUBLIC_PATHS else {"403", "404", "429"}
             expected |= {"408", "413", "415"} if "requestBody" in operation else set()
             assert expected <= set(responses), (method, path)
-            keys = [given for given in operation.get("parameters", ()) if given["name"] == IDEMPOTENCY_KEY]
+            keys = [
+                given
+                for given in operation.get("parameters", ())
+                if given["name"] == IDEMPOTENCY_KEY
+            ]
             assert ("422" in responses) == (bool(keys) or path in VALIDATING), (method, path)
             for status in set(responses) - {"200", "201", "204"}:
                 schema = responses[status]["content"]["application/json"]["schema"]
@@ -63,5 +67,7 @@ async def test_fields_that_pass_and_those_of_beam_search_are_described(api: Api)
         assert {"type": "null"} in fields["temperature"]["anyOf"]
         assert "all are billed" in fields["best_of"]["description"]
         assert {"type": "boolean"} in fields["use_beam_search"]["anyOf"]
-        assert {"type": "number", "minimum": -10.0, "maximum": 10.0} in fields["length_penalty"]["anyOf"]
+        assert {"type": "number", "minimum": -10.0, "maximum": 10.0} in fields["length_penalty"][
+            "anyOf"
+        ]
         assert "never" in str(fields["early_stopping"]["anyOf"])

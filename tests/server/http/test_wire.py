@@ -68,7 +68,12 @@ async def test_a_head_up_to_the_limit_and_long_bodies_pass(api: Api, url: str) -
         for _ in range(2):
             wide = await client.get("/v1/models", headers={"x-wide": "y" * (MAX_HEAD_BYTES - 1024)})
             assert wide.status_code == 200
-            body = {"model": BASE, "prompt": "x", "max_tokens": 2, "metadata": {"long": "y" * 20 * MAX_HEAD_BYTES}}
+            body = {
+                "model": BASE,
+                "prompt": "x",
+                "max_tokens": 2,
+                "metadata": {"long": "y" * 20 * MAX_HEAD_BYTES},
+            }
             assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 

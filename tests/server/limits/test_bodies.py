@@ -34,8 +34,14 @@ class Body:
         self.may_end = asyncio.Event()
         self._num_bytes = num_bytes
 
-    async def send(self, client: httpx.AsyncClient, path: str = PATHS[0], *, is_announced: bool = True) -> Any:
-        length = {"content-length": str(self._num_bytes)} if is_announced else {"transfer-encoding": "chunked"}
+    async def send(
+        self, client: httpx.AsyncClient, path: str = PATHS[0], *, is_announced: bool = True
+    ) -> Any:
+        length = (
+            {"content-length": str(self._num_bytes)}
+            if is_announced
+            else {"transfer-encoding": "chunked"}
+        )
         return await client.post(path, content=self._bytes(), headers={**JSON, **length})
 
     async def _bytes(self) -> AsyncIterator[bytes]:
@@ -87,7 +93,9 @@ async def test_what_a_key_may_not_do_is_refused_before_its_body_is_read(api: Api
 
 async def test_a_request_that_is_let_in_counts_once(api: Api) -> None:
     client = await limit(api, requests_per_minute=3)
-    answers = [await client.post(PATHS[0], json={**SHORT, "prompt": "x " * 20_000}) for _ in range(4)]
+    answers = [
+        await client.post(PATHS[0], json={**SHORT, "prompt": "x " * 20_000}) for _ in range(4)
+    ]
     assert [answer.status_code for answer in answers] == [400, 400, 400, 429]
 
 
@@ -98,7 +106,9 @@ async def test_bodies_beyond_those_that_may_run_are_not_read(api: Api) -> None:
     await eventually(lambda: all(body.num_read for body in first))
     more = [Body() for _ in range(20)]
     answers = await asyncio.gather(*(body.send(client) for body in more))
-    assert {(answer.status_code, answer.headers["retry-after"]) for answer in answers} == {(429, "1")}
+    assert {(answer.status_code, answer.headers["retry-after"]) for answer in answers} == {
+        (429, "1")
+    }
     assert sum(body.num_read for body in more) == 0
     for body in first:
         body.may_end.set()
@@ -115,7 +125,9 @@ async def test_one_of_whom_a_stream_has_begun_waits_for_nobody_at_the_front(api:
 
 
 @pytest.fixture(params=["all", "gateway"])
-async def small(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
+async def small(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Api]:
     """An API with room for 400,000 bytes of bodies."""
     monkeypatch.setattr(boundary, "MOST_BYTES", 400_000)
     async with AsyncExitStack() as stack:
@@ -126,12 +138,16 @@ async def small(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-async def test_a_tenants_bodies_leave_room_for_those_of_others(small: Api, is_announced: bool) -> None:
+async def test_a_tenants_bodies_leave_room_for_those_of_others(
+    small: Api, is_announced: bool
+) -> None:
     flood, quiet = await small.tenant("flood"), await small.tenant("quiet")
     bodies = [Body() for _ in range(10)]
     sending = [asyncio.create_task(body.send(flood, is_announced=is_announced)) for body in bodies]
     refused = [answer async for answer in _ended(sending, 8)]
-    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {(429, "limit.bodies")}
+    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {
+        (429, "limit.bodies")
+    }
     assert {answer.headers["retry-after"] for answer in refused} == {"1"}
     if is_announced:
         assert sum(body.num_read > 0 for body in bodies) == 2

@@ -26,7 +26,9 @@ class Holders:
         self._ends: list[tuple[float, int, str, asyncio.Event]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def come(self, tenant: str, weight: float = 1.0, hold_s: float = 1.0, count: int = 1) -> None:
+    async def come(
+        self, tenant: str, weight: float = 1.0, hold_s: float = 1.0, count: int = 1
+    ) -> None:
         for _ in range(count):
             self._tasks.append(asyncio.create_task(self._hold(tenant, weight, hold_s)))
         await settled()

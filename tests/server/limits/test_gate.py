@@ -36,7 +36,11 @@ class Setting:
         self.load: EngineLoad | None = EngineLoad(boot_id="b", seq=1, rate=rate, rows=rows)
         self.told: list[tuple[str, str | None]] = []
         self.gate = Gate(
-            10.0, max_waiting, lambda: self.load, lambda: self.now_s, lambda code, name: self.told.append((code, name))
+            10.0,
+            max_waiting,
+            lambda: self.load,
+            lambda: self.now_s,
+            lambda code, name: self.told.append((code, name)),
         )
 
     def admit(self, **fields: Any) -> Admission:
@@ -169,7 +173,9 @@ def test_no_tenant_fills_the_queue_for_others() -> None:
 
 def test_a_request_for_which_a_row_is_free_takes_no_place_in_the_queue() -> None:
     setting = Setting(rate=1e9, max_waiting=2, rows=1)
-    first, second, _ = setting.fill()  # one for the row and two for the queue, though the engine has begun none
+    first, second, _ = (
+        setting.fill()
+    )  # one for the row and two for the queue, though the engine has begun none
     first.started(0.0)
     assert setting.fill() == []
     first.finished(100, 100, 50)
@@ -182,9 +188,12 @@ def test_a_request_for_which_a_row_is_free_takes_no_place_in_the_queue() -> None
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "num_cached", "num_output"), [(100, 0, 50), (400, 0, 50), (100, 96, 50), (100, 0, 5)]
+    ("num_prompt", "num_cached", "num_output"),
+    [(100, 0, 50), (400, 0, 50), (100, 96, 50), (100, 0, 5)],
 )
-def test_told_times_follow_what_the_tenants_answers_cost(num_prompt: int, num_cached: int, num_output: int) -> None:
+def test_told_times_follow_what_the_tenants_answers_cost(
+    num_prompt: int, num_cached: int, num_output: int
+) -> None:
     setting = Setting()
     other = setting.admit(tenant="other")
     for _ in range(500):
@@ -197,7 +206,9 @@ def test_told_times_follow_what_the_tenants_answers_cost(num_prompt: int, num_ca
     setting.fill()
     told = [setting.refusal(key=1000 + number).retry_after_s or 0.0 for number in range(400)]
     computed = num_prompt - num_cached
-    cost = computed * (1 + num_prompt / 60_000) + num_output * (2 + (num_prompt + num_output / 2) / 600)
+    cost = computed * (1 + num_prompt / 60_000) + num_output * (
+        2 + (num_prompt + num_output / 2) / 600
+    )
     spacing_s = (told[-1] - told[100]) / 299
     assert spacing_s == pytest.approx(START_CLAIMED * cost / (BOOKED_SHARE * UNITS / 2), rel=0.1)
 
@@ -234,7 +245,9 @@ def test_the_factor_follows_what_really_happens() -> None:
             answer.started(0.0)
             answer.finished(100, 100, 50)
             answer.end()
-        assert setting.gate.prediction.factor == START_FACTOR  # nothing waited, so nothing was learned
+        assert (
+            setting.gate.prediction.factor == START_FACTOR
+        )  # nothing waited, so nothing was learned
         for _ in range(1500):
             first, second = setting.admit(), setting.admit()
             first.started(0.0)
@@ -285,7 +298,9 @@ def test_an_adapter_not_seen_before_is_expected_to_take_its_load() -> None:
 
 
 @pytest.mark.parametrize("load", [None, EngineLoad(boot_id="b", seq=1, rate=0)])
-def test_without_a_word_of_the_engine_everybody_is_let_in_up_to_the_cap(load: EngineLoad | None) -> None:
+def test_without_a_word_of_the_engine_everybody_is_let_in_up_to_the_cap(
+    load: EngineLoad | None,
+) -> None:
     setting = Setting(max_waiting=30)
     setting.load = load
     assert len(setting.fill()) == 20

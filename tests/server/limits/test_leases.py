@@ -41,21 +41,43 @@ async def world(kind: str, tmp_path: Path) -> AsyncIterator[World]:
 @pytest.mark.slow
 async def test_requests_per_minute_at_twice_the_demand(world: World, seconds: float) -> None:
     limit = 600
-    await world.load(Limits(requests_per_minute=limit), seconds, 2 * (limit / seconds + limit / 60), random.Random(1))
+    await world.load(
+        Limits(requests_per_minute=limit),
+        seconds,
+        2 * (limit / seconds + limit / 60),
+        random.Random(1),
+    )
     admitted = [(each.at_s, 1.0) for each in world.requests]
     assert world.excess(admitted, limit, limit / 60) <= 1e-6
     assert len(admitted) >= 0.99 * (limit + limit / 60 * seconds)
-    assert all(isinstance(each, RateLimitError) for server in world.servers for each in server.refusals)
+    assert all(
+        isinstance(each, RateLimitError) for server in world.servers for each in server.refusals
+    )
 
 
 @pytest.mark.slow
-async def test_tokens_per_minute_with_what_settled_requests_give_back(world: World, kind: str, seconds: float) -> None:
+async def test_tokens_per_minute_with_what_settled_requests_give_back(
+    world: World, kind: str, seconds: float
+) -> None:
     """Used tokens count when they were reserved; of what was reserved, a third is given back."""
-    seconds = 200.0 if kind == "sqlite" else seconds  # what the first requests give back has drained meanwhile
+    seconds = (
+        200.0 if kind == "sqlite" else seconds
+    )  # what the first requests give back has drained meanwhile
     limit, limits = 60_000, Limits(tokens_per_minute=60_000)
     per_s = 2 * (limit / seconds + limit / 60) / 340
-    await world.load(limits, seconds, per_s, random.Random(2), tokens=(200, 800), used_share=0.36, run_s=(0.2, 3.0))
-    used = [(each.at_s, float(each.used if each.end_s < world.now_s else each.reserved)) for each in world.requests]
+    await world.load(
+        limits,
+        seconds,
+        per_s,
+        random.Random(2),
+        tokens=(200, 800),
+        used_share=0.36,
+        run_s=(0.2, 3.0),
+    )
+    used = [
+        (each.at_s, float(each.used if each.end_s < world.now_s else each.reserved))
+        for each in world.requests
+    ]
     assert world.excess(used, limit, limit / 60) <= 1e-6
     share = sum(amount for _, amount in used) / (limit + limit / 60 * seconds)
     assert share >= (0.99 if kind == "sqlite" else 0.93)
@@ -64,25 +86,39 @@ async def test_tokens_per_minute_with_what_settled_requests_give_back(world: Wor
 @pytest.mark.slow
 async def test_requests_at_the_same_time(world: World, kind: str) -> None:
     limit, seconds = 200, 45.0 if kind == "sqlite" else 30.0
-    await world.load(Limits(concurrent_requests=limit), seconds, 50, random.Random(3), run_s=(6.0, 12.0))
-    busy = sum(min(each.end_s, world.now_s) - max(each.at_s, 15) for each in world.requests if each.end_s > 15)
+    await world.load(
+        Limits(concurrent_requests=limit), seconds, 50, random.Random(3), run_s=(6.0, 12.0)
+    )
+    busy = sum(
+        min(each.end_s, world.now_s) - max(each.at_s, 15)
+        for each in world.requests
+        if each.end_s > 15
+    )
     assert world.most_at_once() == limit
-    assert busy >= 0.985 * limit * (world.now_s - 15)  # one counter would reach 99.5%: requests come at random
+    assert busy >= 0.985 * limit * (
+        world.now_s - 15
+    )  # one counter would reach 99.5%: requests come at random
 
 
 @pytest.mark.slow
 async def test_tokens_per_month_are_used_to_the_last_and_never_exceeded(world: World) -> None:
     limit = 100_000
-    await world.load(Limits(tokens_per_month=limit), 25, 20, random.Random(4), tokens=(200, 800), used_share=0.2)
+    await world.load(
+        Limits(tokens_per_month=limit), 25, 20, random.Random(4), tokens=(200, 800), used_share=0.2
+    )
     await world.step(5)
     used = sum(each.used for each in world.requests)
     assert 0.99 * limit <= used <= limit
-    over = world.start(world.request(world.servers[0], Limits(tokens_per_month=limit), limit - used + 1))
+    over = world.start(
+        world.request(world.servers[0], Limits(tokens_per_month=limit), limit - used + 1)
+    )
     await world.step(0.2)
     assert over.result() is None
     assert isinstance(world.servers[0].refusals[-1], QuotaExceededError)
     await world.step(1.5)
-    fits = world.start(world.request(world.servers[3], Limits(tokens_per_month=limit), limit - used, limit - used))
+    fits = world.start(
+        world.request(world.servers[3], Limits(tokens_per_month=limit), limit - used, limit - used)
+    )
     await world.step(0.2)
     assert fits.result() is not None, "the last token can be used"
 
@@ -97,18 +133,33 @@ async def test_a_process_dies(world: World, seed: int) -> None:
     await world.load(limits, 20, 25, rng, tokens=(200, 800), used_share=0.5, run_s=(0.5, 2.0))
     world.kill(world.servers[0])
     killed_s = world.now_s
-    await world.load(limits, 30, 40, rng, tokens=(200, 800), used_share=0.5, run_s=(0.5, 2.0), skew=(0, 0.5, 0.3, 0.2))
+    await world.load(
+        limits,
+        30,
+        40,
+        rng,
+        tokens=(200, 800),
+        used_share=0.5,
+        run_s=(0.5, 2.0),
+        skew=(0, 0.5, 0.3, 0.2),
+    )
     admitted = [(each.at_s, 1.0) for each in world.requests]
     assert world.excess(admitted, 900, 15) <= 1e-6
     assert world.most_at_once() == 20
     late = [each for each in world.requests if each.end_s > killed_s + 6]
     changes = [(max(each.at_s, killed_s + 6), each.end_s) for each in late]
-    assert max(sum(begin <= at < end for begin, end in changes) for at, _ in changes) == 20, "its slots are free again"
+    assert max(sum(begin <= at < end for begin, end in changes) for at, _ in changes) == 20, (
+        "its slots are free again"
+    )
 
 
 @IN_SQLITE
-async def test_an_idle_process_gives_back_what_it_does_not_need_and_then_says_nothing(world: World) -> None:
-    limits = Limits(requests_per_minute=60, tokens_per_minute=1000, concurrent_requests=8, tokens_per_month=9000)
+async def test_an_idle_process_gives_back_what_it_does_not_need_and_then_says_nothing(
+    world: World,
+) -> None:
+    limits = Limits(
+        requests_per_minute=60, tokens_per_minute=1000, concurrent_requests=8, tokens_per_month=9000
+    )
     first, second = world.servers[:2]
     made = world.start(world.request(first, limits, 100, 60))
     await world.step(10)
@@ -173,7 +224,9 @@ async def test_what_a_refusal_says_is_as_of_one_server(world: World) -> None:
     world.start(world.request(one, limits))
     await world.step(0.3)
     (error,) = one.refusals
-    assert str(error).startswith("The tenant's limit requests_per_minute is 2. 2 were used in the last minute")
+    assert str(error).startswith(
+        "The tenant's limit requests_per_minute is 2. 2 were used in the last minute"
+    )
     assert isinstance(error, RateLimitError)
     assert 29 <= (error.retry_after_s or 0) <= 30
     await world.step(29.8)
@@ -249,7 +302,10 @@ async def test_the_clock_of_the_database_is_put_back(world: World) -> None:
     await world.load(limits, 10, 40, rng, tokens=(100, 300), used_share=0.5, run_s=(0.2, 3.0))
     world.put_back_s = 3600.0
     await world.load(limits, 30, 5, rng, tokens=(100, 300), used_share=0.5, run_s=(0.2, 3.0))
-    used = [(each.at_s, float(each.used if each.end_s < world.now_s else each.reserved)) for each in world.requests]
+    used = [
+        (each.at_s, float(each.used if each.end_s < world.now_s else each.reserved))
+        for each in world.requests
+    ]
     assert world.excess(used, limit, limit / 60) <= 1e-6
     assert sum(amount for at_s, amount in used if at_s > 10) >= 0.9 * limit / 60 * 30
 
@@ -276,7 +332,10 @@ async def test_after_an_outage_slots_stay_with_those_whose_requests_run(world: W
 
 @IN_SQLITE
 async def test_a_cancelled_request_and_a_second_end_give_back_once(world: World) -> None:
-    limits, server = Limits(requests_per_minute=9, concurrent_requests=1, tokens_per_minute=500), world.servers[0]
+    limits, server = (
+        Limits(requests_per_minute=9, concurrent_requests=1, tokens_per_minute=500),
+        world.servers[0],
+    )
     waiting = world.start(world.request(server, limits, 400))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -298,7 +357,9 @@ async def test_a_cancelled_request_and_a_second_end_give_back_once(world: World)
 
 
 @IN_SQLITE
-async def test_an_answer_without_a_bound_grows_over_fetched_tokens_to_the_limit(world: World) -> None:
+async def test_an_answer_without_a_bound_grows_over_fetched_tokens_to_the_limit(
+    world: World,
+) -> None:
     limits, server = Limits(tokens_per_minute=6000, tokens_per_month=5000), world.servers[0]
     made = world.start(world.request(server, limits, 100, 100, run_s=1000))
     await world.step(0.1)

@@ -114,13 +114,17 @@ async def test_openais_client_waits_as_long_as_it_is_told(
     async with (
         api.listening() as url,
         openai.DefaultAsyncHttpxClient(trust_env=False) as http,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=1) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=1
+        ) as client,
     ):
         await client.completions.create(model=BASE, prompt=PROMPT, max_tokens=2)
     assert slept == [2.5]
 
 
-async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: Api, clocks: Clocks) -> None:
+async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(
+    api: Api, clocks: Clocks
+) -> None:
     client = await limited(api, requests_per_minute=100)
     for path in ("/v1/models", "/v1/adapters", "/v1/usage", "/v1/me"):
         answer = await client.get(path)
@@ -148,7 +152,10 @@ async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: 
         ("/tokenize", {"prompt": "a b " * 100}),
         ("/tokenize", {"messages": [{"role": "user", "content": "a b " * 100}]}),
         ("/detokenize", {"tokens": [5] * 200}),
-        ("/v1/messages/count_tokens", {"model": BASE, "messages": [{"role": "user", "content": "a b " * 100}]}),
+        (
+            "/v1/messages/count_tokens",
+            {"model": BASE, "messages": [{"role": "user", "content": "a b " * 100}]},
+        ),
     ],
 )
 async def test_tokens_that_are_not_billed_count_in_the_minute_and_not_in_the_month(
@@ -188,7 +195,9 @@ async def test_tokens_are_reserved_first_and_become_what_was_used(api: Api, cloc
     assert (await used(client))["requests_per_minute"] == 2
 
 
-async def test_a_chat_without_a_bound_takes_part_of_the_limit_and_is_not_refused(api: Api, clocks: Clocks) -> None:
+async def test_a_chat_without_a_bound_takes_part_of_the_limit_and_is_not_refused(
+    api: Api, clocks: Clocks
+) -> None:
     client = await limited(api, tokens_per_minute=60)
     answer = await client.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == 200
@@ -220,7 +229,9 @@ async def test_a_chat_without_a_bound_ends_where_the_limit_does(
     assert totals["prompt_tokens"] + totals["completion_tokens"] == 150
     assert (await used(client))[limit] == 150
     computed = sum(work.output_tokens for work in api.engine.work.values())
-    assert totals["completion_tokens"] <= computed <= totals["completion_tokens"] + 4  # until the engine was told
+    assert (
+        totals["completion_tokens"] <= computed <= totals["completion_tokens"] + 4
+    )  # until the engine was told
     assert refusal(await complete(client, prompt=[5], max_tokens=1)) == (
         RATE if limit == "tokens_per_minute" else QUOTA
     )
@@ -279,7 +290,9 @@ async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) ->
             api.engine.refusal, api.engine.failure_after = error, failure_after
             assert (await complete(client, **fields)).status_code == status
         api.engine.failure_after = None
-        assert (await client.post("/v1/chat/completions", json={**CHAT, "stream": True})).status_code == 200
+        assert (
+            await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        ).status_code == 200
     assert held == [(0, 0)] * (len(ends) + 1)
 
 
@@ -293,7 +306,10 @@ async def test_an_admin_who_acts_for_a_tenant_takes_of_its_limits(api: Api, cloc
             assert (await admin.post("/v1/completions", json=SHORT)).status_code == 200
         me = (await admin.get("/v1/me?tenant=acme")).json()
     assert (me["role"], me["tenant"]["name"], me["key"]) == ("admin", "acme", None)
-    assert (me["limits"], me["used"]["key"]) == ({"tenant": {"requests_per_minute": 2}, "key": {}}, {})
+    assert (me["limits"], me["used"]["key"]) == (
+        {"tenant": {"requests_per_minute": 2}, "key": {}},
+        {},
+    )
     assert me["used"]["tenant"]["requests_per_minute"] == 2
 
 
@@ -304,7 +320,9 @@ async def test_a_changed_limit_is_in_force_at_once(api: Api) -> None:
     await limited(api, requests_per_minute=3)
     assert (await complete(client)).status_code == 429
     async with api.admin as admin:
-        changed = await admin.patch(f"/v1/keys/{me['key']['id']}", json={"limits": {"requests_per_minute": 2}})
+        changed = await admin.patch(
+            f"/v1/keys/{me['key']['id']}", json={"limits": {"requests_per_minute": 2}}
+        )
         assert changed.json()["limits"] == {"requests_per_minute": 2}
         assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]
         await admin.patch(f"/v1/keys/{me['key']['id']}", json={"limits": {}, "name": "open"})
@@ -322,8 +340,16 @@ async def test_a_key_sees_its_state(api: Api, clocks: Clocks) -> None:
     assert (me["role"], me["tenant"]["name"]) == ("tenant", "acme")
     assert set(me["key"]) >= {"id", "name", "prefix", "scopes", "expires_at"}
     assert "key" not in me["key"]
-    assert me["limits"] == {"tenant": {"requests_per_minute": 9, "adapters": 3}, "key": {"tokens_per_month": 500}}
-    counts = {"requests_per_minute": 1, "tokens_per_minute": 6, "concurrent_requests": 0, "tokens_per_month": 6}
+    assert me["limits"] == {
+        "tenant": {"requests_per_minute": 9, "adapters": 3},
+        "key": {"tokens_per_month": 500},
+    }
+    counts = {
+        "requests_per_minute": 1,
+        "tokens_per_minute": 6,
+        "concurrent_requests": 0,
+        "tokens_per_month": 6,
+    }
     nothing = {"adapters": 0, "stored_bytes": 0, "pinned_pages": 0}
     assert me["used"] == {"tenant": counts | nothing, "key": counts}
     made = (await upload(client, "support")).json()
@@ -332,19 +358,30 @@ async def test_a_key_sees_its_state(api: Api, clocks: Clocks) -> None:
     assert (await client.get("/v1/me")).json()["used"]["tenant"].items() >= held.items()
     async with api.admin as admin:
         me = (await admin.get("/v1/me")).json()
-    assert (me["role"], me["tenant"], me["key"], me["used"]) == ("admin", None, None, {"tenant": {}, "key": {}})
+    assert (me["role"], me["tenant"], me["key"], me["used"]) == (
+        "admin",
+        None,
+        None,
+        {"tenant": {}, "key": {}},
+    )
 
 
 async def test_limits_that_do_not_exist_are_refused_by_name(api: Api) -> None:
     async with api.admin as admin:
         await api.key("acme")
-        assert (await admin.post("/v1/tenants", json={"name": "new", "limits": []})).status_code == 400
-        assert (await admin.post("/v1/tenants", json={"name": "new", "limits": {"adapters": -1}})).status_code == 400
+        assert (
+            await admin.post("/v1/tenants", json={"name": "new", "limits": []})
+        ).status_code == 400
+        assert (
+            await admin.post("/v1/tenants", json={"name": "new", "limits": {"adapters": -1}})
+        ).status_code == 400
         unknown = await admin.patch("/v1/tenants/acme", json={"limits": {"tokens_per_day": 1}})
         assert all(name in unknown.json()["error"]["message"] for name in TENANT_LIMITS)
         unknown = await admin.post("/v1/tenants/acme/keys", json={"limits": {"adapters": 1}})
         assert set(re.findall(r"\w+_\w+", unknown.json()["error"]["message"])) == set(KEY_LIMITS)
-        nulls = await admin.patch("/v1/tenants/acme", json={"limits": {"adapters": 3, "stored_bytes": None}})
+        nulls = await admin.patch(
+            "/v1/tenants/acme", json={"limits": {"adapters": 3, "stored_bytes": None}}
+        )
         assert nulls.json()["limits"] == {"adapters": 3}
 
 
@@ -362,7 +399,9 @@ async def test_refusals_are_counted_by_limit(api: Api, clocks: Clocks) -> None:
     }
 
 
-async def test_a_new_month_begins_with_nothing_and_clock_jumps_change_nothing(api: Api, clocks: Clocks) -> None:
+async def test_a_new_month_begins_with_nothing_and_clock_jumps_change_nothing(
+    api: Api, clocks: Clocks
+) -> None:
     client = await limited(api, tokens_per_month=10)
     assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]
     clocks.now += timedelta(minutes=10)
@@ -387,7 +426,9 @@ async def test_what_ends_while_the_month_is_read_counts_once(api: Api, clocks: C
         assert {answer.status_code for answer in await asyncio.gather(*burst)} == {200}
         async with api.admin as admin:
             report = (
-                await admin.get("/v1/usage?tenant=acme&start=2026-05-01T00:00:00Z&end=2026-06-01T00:00:00Z")
+                await admin.get(
+                    "/v1/usage?tenant=acme&start=2026-05-01T00:00:00Z&end=2026-06-01T00:00:00Z"
+                )
             ).json()
         billed = report["totals"]["prompt_tokens"] + report["totals"]["completion_tokens"]
         assert read["tokens_per_month"] <= billed
@@ -396,7 +437,9 @@ async def test_what_ends_while_the_month_is_read_counts_once(api: Api, clocks: C
         api.services = api.app.state.services = clocks.services
 
 
-async def test_a_quota_that_cannot_be_read_lets_nobody_pass(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quota_that_cannot_be_read_lets_nobody_pass(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = await limited(api, tokens_per_month=1000)
 
     async def down(*_: object) -> int:
@@ -434,8 +477,12 @@ async def test_pins_stay_within_the_tenants_pages(api: Api) -> None:
     assert (split.status_code, split.json()["error"]["code"]) == (403, "quota.pinned_pages")
     uploaded = await upload(client, "one", sound(alpha=32, rank=64))
     assert (uploaded.status_code, uploaded.json()["error"]["code"]) == (403, "quota.pinned_pages")
-    assert (await upload(client, "one", sound(alpha=32, rank=64), activate="false")).status_code == 201
-    assert (await client.patch("/v1/adapters/one", json={"aliases": {"beta": 2}})).status_code == 200
+    assert (
+        await upload(client, "one", sound(alpha=32, rank=64), activate="false")
+    ).status_code == 201
+    assert (
+        await client.patch("/v1/adapters/one", json={"aliases": {"beta": 2}})
+    ).status_code == 200
     free = {"aliases": {"default": 2}, "pinned": False}
     assert (await client.patch("/v1/adapters/one", json=free)).status_code == 200
     assert (await client.patch("/v1/adapters/two", json={"pinned": True})).status_code == 200

@@ -52,7 +52,9 @@ async def slow(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SlowU
 
 def ask_often(client: Client, count: int = LOOPS) -> list[asyncio.Task[httpx.Response]]:
     """Ask for the costly routes as many clients do at once."""
-    return [asyncio.create_task(client.get(COSTLY[number % len(COSTLY)])) for number in range(count)]
+    return [
+        asyncio.create_task(client.get(COSTLY[number % len(COSTLY)])) for number in range(count)
+    ]
 
 
 async def statuses(asking: list[asyncio.Task[httpx.Response]]) -> Counter[int]:
@@ -101,7 +103,10 @@ async def test_one_tenant_has_only_so_many_open(monkeypatch: pytest.MonkeyPatch)
 async def test_health_and_metrics_wait_for_nobody(api: Api, slow: SlowUsage) -> None:
     asking = ask_often(api.admin)
     await eventually(lambda: slow.num_inside == PLACES)
-    assert [(await api.client().get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+    assert [(await api.client().get(path)).status_code for path in ("/health", "/ready")] == [
+        200,
+        200,
+    ]
     assert "manylora_" in await api.metrics()
     slow.may_end.set()
     assert await statuses(asking) == {200: LOOPS}
@@ -119,7 +124,8 @@ async def test_a_body_that_is_still_coming_takes_no_place(api: Api, acme: Client
 
     headers = {"content-type": "application/json"}
     sending = [
-        asyncio.create_task(acme.patch("/v1/adapters/mine", content=body(), headers=headers)) for _ in range(3 * PLACES)
+        asyncio.create_task(acme.patch("/v1/adapters/mine", content=body(), headers=headers))
+        for _ in range(3 * PLACES)
     ]
     await eventually(lambda: num_read["pieces"] == len(sending))
     assert (await acme.get("/v1/adapters/mine")).status_code == 200
@@ -150,7 +156,10 @@ async def test_an_answer_that_has_begun_takes_no_place() -> None:
 
     turns = ManagementTurns(app, frozenset(), lambda *_: None)
     scope = {"type": "http", "path": "/v1/events", "state": {"identity": None}}
-    streams = [asyncio.create_task(turns(dict(scope), asyncio.Event().wait, ignore)) for _ in range(3 * PLACES)]  # type: ignore[arg-type]
+    streams = [
+        asyncio.create_task(turns(dict(scope), asyncio.Event().wait, ignore))
+        for _ in range(3 * PLACES)
+    ]  # type: ignore[arg-type]
     await eventually(lambda: len(begun) == len(streams))
     may_end.set()
     await asyncio.gather(*streams)
@@ -177,7 +186,10 @@ async def test_a_refusal_has_a_time_to_come_back_and_concerns_one_tenant(
     asking = ask_often(rival, 27)
     await eventually(lambda: sum(each.done() for each in asking) == 7, within_s=8)
     refused = [each.result() for each in asking if each.done()]
-    answers = {(each.status_code, each.json()["error"]["code"], each.headers["retry-after"]) for each in refused}
+    answers = {
+        (each.status_code, each.json()["error"]["code"], each.headers["retry-after"])
+        for each in refused
+    }
     assert answers == {(429, CODE, "1")}
     assert f'manylora_refused_total{{code="{CODE}",tenant="rival"}} 7.0' in await api.metrics()
     assert (await acme.get("/v1/adapters")).status_code == 200

@@ -36,7 +36,10 @@ async def flood(api: Api, tenant: str, count: int) -> AsyncIterator[httpx.AsyncC
     api.engine.token_s = SLOW_S
     client = await api.tenant(tenant)
     before = len(api.engine.running)
-    waiting = [asyncio.create_task(client.post("/v1/completions", json=body(number))) for number in range(count)]
+    waiting = [
+        asyncio.create_task(client.post("/v1/completions", json=body(number)))
+        for number in range(count)
+    ]
     await eventually(lambda: len(api.engine.running) == before + count)
     try:
         yield client
@@ -73,7 +76,9 @@ async def test_a_refusal_counts_against_no_limit_and_is_in_the_metrics(api: Api)
         say(api)
         await api.services.registry.tenants.update_tenant("alone", {"requests_per_minute": 40})
         for number in range(30):
-            assert (await client.post("/v1/completions", json=body(number + 100))).status_code == 503
+            assert (
+                await client.post("/v1/completions", json=body(number + 100))
+            ).status_code == 503
         me = (await client.get("/v1/me")).json()
         assert me["used"]["tenant"]["requests_per_minute"] == 20
         assert me["used"]["tenant"]["concurrent_requests"] == 20
@@ -97,24 +102,36 @@ async def test_all_that_was_let_in_leaves_the_gate_again(api: Api) -> None:
         assert api.services.gate.num_waiting == 3
     await eventually(lambda: api.services.gate.num_waiting == 0)
     state = api.services.gate.tenants[await tenant_id(api, "acme")]
-    assert (state.live, state.live_units, state.waiting, state.waiting_units, state.adapters) == (0, 0.0, 0, 0.0, {})
+    assert (state.live, state.live_units, state.waiting, state.waiting_units, state.adapters) == (
+        0,
+        0.0,
+        0,
+        0.0,
+        {},
+    )
 
 
 @pytest.mark.parametrize("header", ["x-manylora-ttft-ms", "x-slo-ttft-ms"])
 async def test_a_deadline_bounds_the_wait_and_goes_to_the_engine(api: Api, header: str) -> None:
     client = await api.tenant("acme")
-    assert (await client.post("/v1/completions", json=body(), headers={header: "1500"})).status_code == 200
+    assert (
+        await client.post("/v1/completions", json=body(), headers={header: "1500"})
+    ).status_code == 200
     assert api.engine.requests[-1].flow.deadline_s == 1.5
     async with flood(api, "acme", 2):
         say(api, 100)
         refused = await client.post("/v1/completions", json=body(), headers={header: "100"})
         assert refused.status_code == 503
         api.engine.token_s = 0
-        assert (await client.post("/v1/completions", json=body(), headers={header: "60000"})).status_code == 200
+        assert (
+            await client.post("/v1/completions", json=body(), headers={header: "60000"})
+        ).status_code == 200
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "soon", "", "9999999999", "٣"])
-async def test_a_deadline_that_is_no_number_of_milliseconds_is_refused(api: Api, value: str) -> None:
+async def test_a_deadline_that_is_no_number_of_milliseconds_is_refused(
+    api: Api, value: str
+) -> None:
     client = await api.tenant("acme")
     headers = {b"x-manylora-ttft-ms": value.encode()}
     refused = await client.post("/v1/completions", json=body(), headers=headers)
@@ -126,15 +143,21 @@ async def test_a_deadline_that_is_no_number_of_milliseconds_is_refused(api: Api,
 async def test_a_deadline_that_passes_in_the_queue_is_503_and_costs_nothing(api: Api) -> None:
     client = await api.tenant("acme")
     api.engine.refusal = RequestError(
-        message="The deadline passed before the first token.", code="deadline.queue", kind="capacity"
+        message="The deadline passed before the first token.",
+        code="deadline.queue",
+        kind="capacity",
     )
-    refused = await client.post("/v1/completions", json=body(), headers={"x-manylora-ttft-ms": "50"})
+    refused = await client.post(
+        "/v1/completions", json=body(), headers={"x-manylora-ttft-ms": "50"}
+    )
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "deadline.queue"
     assert int(refused.headers["retry-after"]) >= 1
     usage = (await client.get("/v1/usage")).json()
     assert usage["totals"]["prompt_tokens"] == usage["totals"]["completion_tokens"] == 0
-    assert api.services.gate.snapshot()[await tenant_id(api, "acme")]["refused"] == {"deadline.queue": 1}
+    assert api.services.gate.snapshot()[await tenant_id(api, "acme")]["refused"] == {
+        "deadline.queue": 1
+    }
     assert api.services.gate.num_waiting == 0
 
 
@@ -152,14 +175,26 @@ async def test_weight_and_priority_go_to_the_engine(api: Api) -> None:
         assert (await client.post("/v1/completions", json=body(priority=wrong))).status_code == 400
 
 
-async def test_a_new_tenant_gets_the_default_limits_unless_the_request_says_otherwise(api: Api) -> None:
-    defaults = {name: value for name, value in asdict(api.services.config.tenant_defaults).items() if value is not None}
+async def test_a_new_tenant_gets_the_default_limits_unless_the_request_says_otherwise(
+    api: Api,
+) -> None:
+    defaults = {
+        name: value
+        for name, value in asdict(api.services.config.tenant_defaults).items()
+        if value is not None
+    }
     assert defaults["pinned_pages"] == 1024
     async with api.admin as admin:
         made = await admin.post("/v1/tenants", json={"name": "plain"})
-        assert (made.status_code, made.json()["limits"], made.json()["weight"]) == (201, defaults, 1)
+        assert (made.status_code, made.json()["limits"], made.json()["weight"]) == (
+            201,
+            defaults,
+            1,
+        )
         chosen = {"pinned_pages": None, "adapters": 7}
-        made = await admin.post("/v1/tenants", json={"name": "chosen", "limits": chosen, "weight": 3})
+        made = await admin.post(
+            "/v1/tenants", json={"name": "chosen", "limits": chosen, "weight": 3}
+        )
         expected = {**defaults, "adapters": 7}
         del expected["pinned_pages"]
         assert (made.json()["limits"], made.json()["weight"]) == (expected, 3)
@@ -174,5 +209,12 @@ async def test_a_tenants_weight_is_set_by_patch_and_limits_stay(api: Api) -> Non
         assert (changed.status_code, changed.json()) == (200, {**before, "weight": 0.25})
         changed = await admin.patch("/v1/tenants/acme", json={"limits": {}})
         assert (changed.json()["limits"], changed.json()["weight"]) == ({}, 0.25)
-        for wrong in ({}, {"weight": 0}, {"weight": 101}, {"weight": "1"}, {"weight": True}, {"weight": None}):
+        for wrong in (
+            {},
+            {"weight": 0},
+            {"weight": 101},
+            {"weight": "1"},
+            {"weight": True},
+            {"weight": None},
+        ):
             assert (await admin.patch("/v1/tenants/acme", json=wrong)).status_code == 400

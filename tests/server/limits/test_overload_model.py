@@ -39,7 +39,9 @@ def anything(draw: Random) -> str:
 
 def overload(times: float, manner: Callable[[Random], str], *, same_body: bool = False) -> Overload:
     """One tenant with so many times the capacity for a minute, and one that asks for little."""
-    flood = Traffic(tenant="flood", per_s=times * FULL, end_s=SPAN_S, manner=manner, same_body=same_body)
+    flood = Traffic(
+        tenant="flood", per_s=times * FULL, end_s=SPAN_S, manner=manner, same_body=same_body
+    )
     quiet = Traffic(tenant="quiet", per_s=0.5, end_s=SPAN_S)
     return Overload([flood, quiet])
 
@@ -66,35 +68,50 @@ def good_units(model: Overload) -> float:
 
 @pytest.mark.parametrize("times", [1.2, 1.6, 3.6, 20])
 @pytest.mark.parametrize("manner", [honest, once])
-def test_the_engine_computes_at_full_rate_and_begins_in_time(times: float, manner: Callable[[Random], str]) -> None:
+def test_the_engine_computes_at_full_rate_and_begins_in_time(
+    times: float, manner: Callable[[Random], str]
+) -> None:
     model = after_a_minute(times, manner)
     assert sum(model.engine.units.values()) >= 0.94 * CAPACITY * SPAN_S
     assert good_units(model) >= 0.97
 
 
 @pytest.mark.parametrize(
-    ("manner", "same_body"), [(honest, False), (honest, True), (some_honest, False), (anything, False)]
+    ("manner", "same_body"),
+    [(honest, False), (honest, True), (some_honest, False), (anything, False)],
 )
 def test_who_comes_back_when_told_is_served_within_three_tries(
     manner: Callable[[Random], str], same_body: bool
 ) -> None:
     model = overload(20, manner, same_body=same_body)
     model.run(2 * SPAN_S)
-    tried = [client for client in of(model, "flood", "honest") if client.admitted_s is not None or client.tries >= 3]
+    tried = [
+        client
+        for client in of(model, "flood", "honest")
+        if client.admitted_s is not None or client.tries >= 3
+    ]
     assert len(tried) > 300
     served = [client for client in tried if client.admitted_s is not None and client.tries <= 3]
     assert len(served) >= 0.99 * len(tried)
     # and what the first refusal told them was the truth, within a factor of two
     back = [client for client in tried if client.told_s]
     assert len(back) > 200
-    true = [client for client in back if sum(client.told_s[1:]) <= client.told_s[0] or len(client.told_s) == 1]
+    true = [
+        client
+        for client in back
+        if sum(client.told_s[1:]) <= client.told_s[0] or len(client.told_s) == 1
+    ]
     assert len(true) >= 0.95 * len(back)
 
 
 def test_who_comes_at_half_the_time_is_mostly_too_early() -> None:
     model = overload(20, lambda draw: draw.choice(["honest", "half"]))
     model.run(SPAN_S)
-    early = [client for client in of(model, "flood", "half") if client.tries == 2 and client.told_s[0] >= 4]
+    early = [
+        client
+        for client in of(model, "flood", "half")
+        if client.tries == 2 and client.told_s[0] >= 4
+    ]
     assert len(early) > 200
     assert sum(client.admitted_s is not None for client in early) <= 0.1 * len(early)
 
@@ -110,7 +127,11 @@ def test_every_refusal_tells_a_time_of_a_second_to_an_hour() -> None:
 
 def test_times_are_short_where_nobody_comes_back() -> None:
     model = after_a_minute(20, once)
-    late = [client.told_s[0] for client in of(model, "flood") if client.told_s and client.arrived_s > model.now_s - 10]
+    late = [
+        client.told_s[0]
+        for client in of(model, "flood")
+        if client.told_s and client.arrived_s > model.now_s - 10
+    ]
     assert max(late) < 120  # it would be 1,100 s if all came back
 
 
@@ -120,14 +141,18 @@ def test_a_tenant_below_its_share_is_always_served_at_once(manner: Callable[[Ran
     quiet = of(model, "quiet")
     assert len(quiet) > 20
     assert all(
-        client.tries == 1 and (client.ttft_s or 0) < 0.5 for client in quiet if client.arrived_s < model.now_s - 1
+        client.tries == 1 and (client.ttft_s or 0) < 0.5
+        for client in quiet
+        if client.arrived_s < model.now_s - 1
     )
 
 
 def test_small_tenants_beside_a_large_one() -> None:
     for times in (1.6, 3.6):
         shares = {"large": 0.7, "middle": 0.2, "small": 0.1}
-        model = Overload([Traffic(tenant=name, per_s=times * share * FULL) for name, share in shares.items()])
+        model = Overload(
+            [Traffic(tenant=name, per_s=times * share * FULL) for name, share in shares.items()]
+        )
         model.run(SPAN_S)
         assert good_units(model) >= 0.95
         for name, share in shares.items():
@@ -137,7 +162,9 @@ def test_small_tenants_beside_a_large_one() -> None:
 
 
 def test_weights_decide_who_is_over_the_share() -> None:
-    model = Overload([Traffic(tenant=name, per_s=2 * FULL, manner=once) for name in ("one", "three")])
+    model = Overload(
+        [Traffic(tenant=name, per_s=2 * FULL, manner=once) for name in ("one", "three")]
+    )
     model.engine.weights["three"] = 3.0
     model.run(SPAN_S)
     assert model.engine.units["three"] / model.engine.units["one"] == pytest.approx(3, rel=0.1)

@@ -81,7 +81,10 @@ async def test_a_body_too_large_for_the_tenant_is_not_read(api: Api) -> None:
             read += 1
             yield b"x" * 65536
 
-    kind = {"content-type": "multipart/form-data; boundary=b", "content-length": str(SIZE + (2 << 20))}
+    kind = {
+        "content-type": "multipart/form-data; boundary=b",
+        "content-length": str(SIZE + (2 << 20)),
+    }
     answer = await client.post("/v1/adapters", content=endless(), headers=kind)
     assert code(answer) == (403, "quota.storage")
     assert read == 0
@@ -94,9 +97,13 @@ async def test_a_body_too_large_for_the_tenant_is_not_read(api: Api) -> None:
         async for piece in endless():
             yield piece
 
-    answer = await client.post("/v1/adapters", content=unannounced(), headers={"content-type": kind["content-type"]})
+    answer = await client.post(
+        "/v1/adapters", content=unannounced(), headers={"content-type": kind["content-type"]}
+    )
     assert code(answer) == (403, "quota.storage")
-    assert read <= SIZE // 65536 + (200 if api.gateway else 2)  # what is on its way between gateway and replica
+    assert read <= SIZE // 65536 + (
+        200 if api.gateway else 2
+    )  # what is on its way between gateway and replica
     assert api.files() == []
 
 
@@ -105,15 +112,23 @@ async def test_uploads_at_once_cannot_pass_a_limit_together(api: Api) -> None:
     client = await api.tenant("acme")
     # The admin's form tells its tenant late, so these are all read, and decided by the transaction.
     answers = await asyncio.gather(
-        *(upload(api.admin, f"a{number}", sound(alpha=number + 1), tenant="acme") for number in range(6))
+        *(
+            upload(api.admin, f"a{number}", sound(alpha=number + 1), tenant="acme")
+            for number in range(6)
+        )
     )
     assert sorted(answer.status_code for answer in answers) == [201, 201, 201, 403, 403, 403]
     assert len((await client.get("/v1/adapters")).json()["data"]) == 3
     assert await left(api) == 0
     assert len(api.files()) == 1
     await limit(api, adapters=4)
-    answers = await asyncio.gather(*(upload(client, f"b{number}", sound(alpha=number + 1)) for number in range(4)))
-    assert sorted(code(answer)[1] if answer.is_error else "" for answer in answers) == ["", *["quota.adapters"] * 3]
+    answers = await asyncio.gather(
+        *(upload(client, f"b{number}", sound(alpha=number + 1)) for number in range(4))
+    )
+    assert sorted(code(answer)[1] if answer.is_error else "" for answer in answers) == [
+        "",
+        *["quota.adapters"] * 3,
+    ]
 
 
 async def test_bytes_on_their_way_are_reserved(api: Api) -> None:

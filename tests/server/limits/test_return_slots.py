@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.server.limits.return_slots import FIRST_ONLY, GRACE_S, MAX_SLOT_S, MIN_CLAIMED, MISSED_S, ReturnSlots
+from manylora.server.limits.return_slots import (
+    FIRST_ONLY,
+    GRACE_S,
+    MAX_SLOT_S,
+    MIN_CLAIMED,
+    MISSED_S,
+    ReturnSlots,
+)
 
 NOW_S = 500.0
 PLENTY = 1_000_000
@@ -15,7 +22,9 @@ def expecting_all() -> ReturnSlots:
     return slots
 
 
-def give(slots: ReturnSlots, key: int, units: float = 10, per_s: float = 10, num_left: int = PLENTY) -> float:
+def give(
+    slots: ReturnSlots, key: int, units: float = 10, per_s: float = 10, num_left: int = PLENTY
+) -> float:
     return slots.give(key, NOW_S, NOW_S + 1, units, per_s, num_left=num_left) - NOW_S
 
 

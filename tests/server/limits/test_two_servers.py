@@ -43,15 +43,22 @@ class Two:
         first = self.apis[0]
         key = await first.key("acme")
         async with first.admin as admin:
-            assert (await admin.patch("/v1/tenants/acme", json={"limits": limits})).status_code == 200
+            assert (
+                await admin.patch("/v1/tenants/acme", json={"limits": limits})
+            ).status_code == 200
         self.clients = tuple(
-            new_client(key, "http://test", httpx.ASGITransport(app=api.app, raise_app_exceptions=False))
+            new_client(
+                key, "http://test", httpx.ASGITransport(app=api.app, raise_app_exceptions=False)
+            )
             for api in self.apis
         )
 
     async def send(self, count: int, **fields: Any) -> list[httpx.Response]:
         """So many requests at the same time, to the servers in turns."""
-        posts = (self.clients[n % 2].post("/v1/completions", json={**SHORT, **fields}) for n in range(count))
+        posts = (
+            self.clients[n % 2].post("/v1/completions", json={**SHORT, **fields})
+            for n in range(count)
+        )
         return list(await asyncio.gather(*posts))
 
 
@@ -61,8 +68,12 @@ def statuses(answers: list[httpx.Response]) -> dict[int, int]:
 
 
 @pytest.fixture(params=KINDS)
-async def two(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Two]:
-    url = f"sqlite:///{tmp_path / 'shared.sqlite'}" if request.param == "sqlite" else fresh_database()
+async def two(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Two]:
+    url = (
+        f"sqlite:///{tmp_path / 'shared.sqlite'}" if request.param == "sqlite" else fresh_database()
+    )
     opened = Two(())
 
     async def standing(_session: AsyncSession) -> int:
@@ -129,7 +140,9 @@ async def test_a_month_is_used_up_for_both(two: Two) -> None:
         admitted += statuses(await two.send(2 if admitted < 10 else 1, max_tokens=6)).get(200, 0)
         if admitted == 12:
             break
-        await asyncio.sleep(0.3)  # what is left at one of them and too little for a request goes back
+        await asyncio.sleep(
+            0.3
+        )  # what is left at one of them and too little for a request goes back
     for api in two.apis:
         await api.services.registry.usage.flush()
     totals = (await two.clients[0].get("/v1/usage")).json()["totals"]
@@ -173,7 +186,9 @@ async def test_a_server_that_starts_again_has_its_old_part_back_after_a_minute(t
     async with AsyncExitStack() as stack:
         assert isinstance(await open_leased_accounts(registry, "srv_three", stack), LeasedAccounts)
         await asyncio.sleep(0.2)
-        assert statuses(await two.send(1, max_tokens=90)) == {429: 1}, "what was cut off is not billed yet"
+        assert statuses(await two.send(1, max_tokens=90)) == {429: 1}, (
+            "what was cut off is not billed yet"
+        )
         two.now_us += limit_leases.HELD_US
         await asyncio.sleep(0.2)
         assert statuses(await two.send(1, max_tokens=90)) == {200: 1}
@@ -189,20 +204,29 @@ async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: 
     async def got(leases: limit_leases.LimitLeases, tokens: int) -> int:
         nothing = {"held": 0, "spare": 0, "back": 0, "ahead": 0}
         ask = limit_leases.LeaseAsk(
-            holder_id="ten_acme", kind="tokens_per_month", limit=1000, needs=[tokens], returns=(), **nothing
+            holder_id="ten_acme",
+            kind="tokens_per_month",
+            limit=1000,
+            needs=[tokens],
+            returns=(),
+            **nothing,
         )
         return (await leases.exchange([ask]))[0].granted
 
     async with AsyncExitStack() as stack:
 
-        async def server(folder: str, name: str, grace_s: float = 0.0) -> tuple[Registry, limit_leases.LimitLeases]:
+        async def server(
+            folder: str, name: str, grace_s: float = 0.0
+        ) -> tuple[Registry, limit_leases.LimitLeases]:
             registry = await Registry.open(url, tmp_path / folder, pepper="p" * 16, grace_s=grace_s)
             stack.push_async_callback(registry.close)
             return registry, limit_leases.LimitLeases(registry.database, name, clock)
 
         one, leases = await server("one", "srv_one")
         assert await got(leases, 1000) == 1000
-        one.usage.progress(usage_event(one.usage.mint_id(), prompt_tokens=100, completion_tokens=800))
+        one.usage.progress(
+            usage_event(one.usage.mint_id(), prompt_tokens=100, completion_tokens=800)
+        )
         await one.usage.flush()
         shutil.copytree(tmp_path / "one", tmp_path / "again")
         again, leases = await server("again", "srv_one", grace_s=0.1)

@@ -67,15 +67,23 @@ def test_the_month_is_used_up_for_good_but_not_what_running_requests_reserve() -
     running.reserve(40, 40, is_open=False)
     with pytest.raises(RateLimitError, match="40 are reserved") as busy:
         desk.admit(least=11)
-    assert (busy.value.code, error_headers(busy.value)["retry-after"]) == ("rate_limit_exceeded", "1")
+    assert (busy.value.code, error_headers(busy.value)["retry-after"]) == (
+        "rate_limit_exceeded",
+        "1",
+    )
     with pytest.raises(QuotaExceededError) as used_up:
         desk.admit(least=51)
-    assert (used_up.value.code, error_headers(used_up.value)) == ("insufficient_quota", {"x-should-retry": "false"})
+    assert (used_up.value.code, error_headers(used_up.value)) == (
+        "insufficient_quota",
+        {"x-should-retry": "false"},
+    )
     running.settle("use_2", 1, NOON)
     desk.admit(least=49)
 
 
-@pytest.mark.parametrize("limits", [{"requests_per_minute": 0}, {"concurrent_requests": 0}, {"tokens_per_minute": 0}])
+@pytest.mark.parametrize(
+    "limits", [{"requests_per_minute": 0}, {"concurrent_requests": 0}, {"tokens_per_minute": 0}]
+)
 def test_a_limit_of_nothing_lets_nothing_pass_and_says_not_to_retry(limits: dict[str, int]) -> None:
     with pytest.raises(RateLimitError) as refused:
         Desk(tenant=Limits(**limits)).admit(least=1)
@@ -134,7 +142,9 @@ def test_months_are_those_of_utc(moment: str, first: str, following: str) -> Non
     assert month_after(month) == datetime.fromisoformat(following).replace(tzinfo=UTC)
 
 
-def test_accounts_of_those_who_left_are_forgotten_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accounts_of_those_who_left_are_forgotten_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(windows, "MAX_ACCOUNTS", 10)
     accounts = Accounts()
     kept = accounts.of("key_kept", 0.0)
@@ -178,7 +188,9 @@ class LimitsMachine(RuleBasedStateMachine):
         taken = [each for takes in self.taken.values() for each in takes]
         return {
             "requests_per_minute": sum(math.floor(moment) >= oldest for moment in self.admitted),
-            "tokens_per_minute": sum(count for moment, count in taken if math.floor(moment) >= oldest),
+            "tokens_per_minute": sum(
+                count for moment, count in taken if math.floor(moment) >= oldest
+            ),
             "concurrent_requests": len(self.running),
             "tokens_per_month": self.billed + sum(self.reserved[lease] for lease in self.running),
         }
@@ -232,7 +244,9 @@ class LimitsMachine(RuleBasedStateMachine):
         names = ("tokens_per_minute", "tokens_per_month") if is_open else ()
         bounds = [getattr(limits, name) for limits in self.limits.values() for name in names]
         tokens = max(1, min([tokens, *(bound for bound in bounds if bound is not None)]))
-        if not self.is_admitted(lambda: lease.reserve(1, tokens, is_open=is_open), tokens, is_new=False):
+        if not self.is_admitted(
+            lambda: lease.reserve(1, tokens, is_open=is_open), tokens, is_new=False
+        ):
             lease.end()
             return
         self.running.append(lease)
@@ -280,7 +294,9 @@ class LimitsMachine(RuleBasedStateMachine):
         for account, limits in zip(self.desk.accounts, self.limits.values(), strict=True):
             assert account.used(self.desk.now_s) == used
             bounds = {name: getattr(limits, name) for name in used}
-            assert all(0 <= used[name] <= bound for name, bound in bounds.items() if bound is not None)
+            assert all(
+                0 <= used[name] <= bound for name, bound in bounds.items() if bound is not None
+            )
 
     @invariant()
     def headers_tell_the_truth(self) -> None:
@@ -291,7 +307,9 @@ class LimitsMachine(RuleBasedStateMachine):
                 tightest = min((limit for limit in given if limit is not None), default=None)
                 left = None if tightest is None else tightest - self.used()[f"{kind}_per_minute"]
                 for name, expected in (("limit", tightest), ("remaining", left)):
-                    assert headers.get(f"x-ratelimit-{name}-{kind}") == (None if expected is None else str(expected))
+                    assert headers.get(f"x-ratelimit-{name}-{kind}") == (
+                        None if expected is None else str(expected)
+                    )
 
 
 LimitsMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)

@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 QUESTION = "When are you open?"
-ASKED: dict[str, Any] = {"model": BASE, "max_tokens": 60, "messages": [{"role": "user", "content": QUESTION}]}
+ASKED: dict[str, Any] = {
+    "model": BASE,
+    "max_tokens": 60,
+    "messages": [{"role": "user", "content": QUESTION}],
+}
 
 
 def prompt_of(*messages: tuple[str, str]) -> list[int]:
     """Token ids of a chat."""
-    return demo_tokenizer().chat_prompt([{"role": role, "content": content} for role, content in messages])
+    return demo_tokenizer().chat_prompt(
+        [{"role": role, "content": content} for role, content in messages]
+    )
 
 
 async def send(client: Client, **fields: Any) -> Any:
@@ -31,7 +37,11 @@ async def send(client: Client, **fields: Any) -> Any:
 async def error_of(client: Client, **fields: Any) -> tuple[str, str]:
     answer = await send(client, **fields)
     body = answer.json()
-    assert (answer.status_code, body["type"], set(body["error"])) == (400, "error", {"type", "message"}), answer.text
+    assert (answer.status_code, body["type"], set(body["error"])) == (
+        400,
+        "error",
+        {"type", "message"},
+    ), answer.text
     return body["error"]["type"], body["error"]["message"]
 
 
@@ -55,7 +65,10 @@ async def test_what_claude_code_sends_is_taken(api: Api, client: anthropic.Async
     cached = {"cache_control": {"type": "ephemeral"}}
     blocks = [{"type": "text", "text": "<note/>"}, {"type": "text", "text": "Hi", **cached}]
     asked: dict[str, Any] = {
-        "system": [{"type": "text", "text": "You are kind."}, {"type": "text", "text": "Be brief.", **cached}],
+        "system": [
+            {"type": "text", "text": "You are kind."},
+            {"type": "text", "text": "Be brief.", **cached},
+        ],
         "messages": [
             {"role": "user", "content": blocks},
             {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]},
@@ -64,7 +77,10 @@ async def test_what_claude_code_sends_is_taken(api: Api, client: anthropic.Async
         "metadata": {"user_id": "user_1"},
         "extra_query": {"beta": "true"},
         "extra_headers": {"anthropic-beta": "claude-code-20250219"},
-        "extra_body": {"temperature": 1, "context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
+        "extra_body": {
+            "temperature": 1,
+            "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+        },
     }
     text = ""
     async with client.messages.stream(model=BASE, max_tokens=60, **asked) as stream:
@@ -80,7 +96,9 @@ async def test_what_claude_code_sends_is_taken(api: Api, client: anthropic.Async
     assert final.usage.output_tokens == (await api.usage_totals())["completion_tokens"]
 
 
-async def test_the_prefix_cache_is_told_apart_in_the_usage(api: Api, client: anthropic.AsyncAnthropic) -> None:
+async def test_the_prefix_cache_is_told_apart_in_the_usage(
+    api: Api, client: anthropic.AsyncAnthropic
+) -> None:
     api.engine.cached = lambda _: 3
     got = await client.messages.create(**ASKED)
     assert got.usage.cache_read_input_tokens == 3
@@ -101,7 +119,9 @@ async def test_sampling_parameters_reach_the_engine(api: Api, acme: Client) -> N
     assert {name: getattr(api.engine.requests[0].params, name) for name in given} == given
 
 
-async def test_tokens_are_counted_and_not_billed(api: Api, client: anthropic.AsyncAnthropic) -> None:
+async def test_tokens_are_counted_and_not_billed(
+    api: Api, client: anthropic.AsyncAnthropic
+) -> None:
     import anthropic  # takes a second
 
     messages: Any = ASKED["messages"]
@@ -116,7 +136,10 @@ async def test_tokens_are_counted_and_not_billed(api: Api, client: anthropic.Asy
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "got image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "got image",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "got document"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]},
@@ -128,7 +151,10 @@ async def test_tokens_are_counted_and_not_billed(api: Api, client: anthropic.Asy
         ({"system": [{"type": "image"}]}, "system takes the type text, got image"),
         ({"max_tokens": None}, "max_tokens is required"),
         ({"model": None}, "model is required"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "got web_search_20250305"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "got web_search_20250305",
+        ),
         ({"mcp_servers": [{"url": "x"}]}, "does not support mcp_servers"),
         ({"container": "c"}, "does not support container"),
         ({"n": 2}, "n is not a parameter of this route"),
@@ -136,19 +162,25 @@ async def test_tokens_are_counted_and_not_billed(api: Api, client: anthropic.Asy
         ({"messages": [{"role": "user", "content": "x " * 300}]}, "prompt is too long: "),
     ],
 )
-async def test_what_is_wrong_or_not_served_is_told_by_name(acme: Client, fields: Any, says: str) -> None:
+async def test_what_is_wrong_or_not_served_is_told_by_name(
+    acme: Client, fields: Any, says: str
+) -> None:
     kind, message = await error_of(acme, **fields)
     assert kind == "invalid_request_error"
     assert says in message
 
 
-async def test_errors_are_the_clients_own_exception_types(api: Api, client: anthropic.AsyncAnthropic, url: str) -> None:
+async def test_errors_are_the_clients_own_exception_types(
+    api: Api, client: anthropic.AsyncAnthropic, url: str
+) -> None:
     import anthropic  # takes a second
 
     with pytest.raises(anthropic.NotFoundError) as missing:
         await client.messages.create(**{**ASKED, "model": "nobody"})
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="no-such-key", max_retries=0) as stranger:
+    async with anthropic.AsyncAnthropic(
+        base_url=url, api_key="no-such-key", max_retries=0
+    ) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as unknown:
             await stranger.messages.create(**ASKED)
     assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
@@ -166,7 +198,11 @@ async def test_other_methods_and_a_crash_are_told_in_the_same_shape(
     assert (await acme.get("/v1/messages")).json()["error"]["type"] == "invalid_request_error"
     monkeypatch.setattr(type(api.services), "base_names", property(lambda _: 1 / 0))
     answer = await send(acme)
-    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (500, "error", "api_error")
+    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (
+        500,
+        "error",
+        "api_error",
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/models"])
@@ -184,8 +220,12 @@ async def test_a_key_may_come_as_x_api_key(api: Api, path: str) -> None:
             "POST" if path == "/v1/messages" else "GET", path, json=ASKED, headers=headers
         )
         assert answer.status_code == (200 if is_fine else 401), (headers, answer.text)
-        assert ("x-api-key header" in answer.text) == (len(headers) == 2 and headers[0][0] == "x-api-key")
-    assert (await api.client().get("/v1/tenants", headers={"x-api-key": ADMIN_KEY})).status_code == 200
+        assert ("x-api-key header" in answer.text) == (
+            len(headers) == 2 and headers[0][0] == "x-api-key"
+        )
+    assert (
+        await api.client().get("/v1/tenants", headers={"x-api-key": ADMIN_KEY})
+    ).status_code == 200
 
 
 async def test_an_error_before_the_first_token_is_a_status_and_later_an_event(

@@ -19,7 +19,11 @@ WHERE_IS: dict[str, Any] = {
     "cache_control": {"type": "ephemeral"},
 }
 CALL = '<tool_call>\n{"name": "where_is", "arguments": {"item": "lamp"}}\n</tool_call>'
-ASKED: dict[str, Any] = {"model": BASE, "max_tokens": 900, "messages": [{"role": "user", "content": QUESTION}]}
+ASKED: dict[str, Any] = {
+    "model": BASE,
+    "max_tokens": 900,
+    "messages": [{"role": "user", "content": QUESTION}],
+}
 
 
 @pytest.fixture
@@ -32,11 +36,15 @@ def hermes(api: Api) -> Api:
 
 def shown(api: Api) -> str:
     """What the model read last."""
-    return api.services.tokenizer.decode(api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    return api.services.tokenizer.decode(
+        api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False
+    )
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-async def test_an_agents_two_turns(hermes: Api, client: anthropic.AsyncAnthropic, is_streamed: bool) -> None:
+async def test_an_agents_two_turns(
+    hermes: Api, client: anthropic.AsyncAnthropic, is_streamed: bool
+) -> None:
     asked = {**ASKED, "tools": [WHERE_IS], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     if is_streamed:
         async with client.messages.stream(**asked) as stream:
@@ -48,9 +56,17 @@ async def test_an_agents_two_turns(hermes: Api, client: anthropic.AsyncAnthropic
     assert (call.name, call.input, first.stop_reason) == ("where_is", {"item": "lamp"}, "tool_use")
     assert 0 < first.usage.output_tokens_details.thinking_tokens < first.usage.output_tokens
     hermes.engine.write = lambda _: "</think>In aisle 3."
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "aisle 3"}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "aisle 3"}],
+    }
     back = {"role": "assistant", "content": [block.to_dict() for block in first.content]}
-    turns = [*asked["messages"], back, {"role": "user", "content": [result, {"type": "text", "text": "Quick!"}]}]
+    turns = [
+        *asked["messages"],
+        back,
+        {"role": "user", "content": [result, {"type": "text", "text": "Quick!"}]},
+    ]
     second = await client.messages.create(**{**asked, "messages": turns})
     assert [block.to_dict().get("text") for block in second.content] == ["In aisle 3."]
     assert second.stop_reason == "end_turn"
@@ -85,13 +101,17 @@ async def test_a_call_ends_before_the_text_that_comes_in_one_step_with_its_end(
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, True),
     ],
 )
-async def test_thinking_is_for_the_chat_template_to_begin(hermes: Api, acme: Client, fields: Any, thinks: bool) -> None:
+async def test_thinking_is_for_the_chat_template_to_begin(
+    hermes: Api, acme: Client, fields: Any, thinks: bool
+) -> None:
     answer = await acme.post("/v1/messages", json={**ASKED, **fields})
     assert answer.status_code == 200, answer.text
     assert shown(hermes).endswith("<think>\n") == thinks
 
 
-async def test_an_answer_goes_on_with_the_assistants_last_message(hermes: Api, acme: Client) -> None:
+async def test_an_answer_goes_on_with_the_assistants_last_message(
+    hermes: Api, acme: Client
+) -> None:
     hermes.engine.write = lambda _: "aisle 3."
     turns = [*ASKED["messages"], {"role": "assistant", "content": "It is in"}]
     answer = await acme.post("/v1/messages", json={**ASKED, "messages": turns})
@@ -99,17 +119,26 @@ async def test_an_answer_goes_on_with_the_assistants_last_message(hermes: Api, a
     assert answer.json()["content"][0]["text"] == "aisle 3."
 
 
-async def test_a_limit_far_above_the_context_is_what_the_context_leaves(hermes: Api, acme: Client) -> None:
-    assert (await acme.post("/v1/messages", json={**ASKED, "max_tokens": 32_000})).status_code == 200
+async def test_a_limit_far_above_the_context_is_what_the_context_leaves(
+    hermes: Api, acme: Client
+) -> None:
+    assert (
+        await acme.post("/v1/messages", json={**ASKED, "max_tokens": 32_000})
+    ).status_code == 200
     (request,) = hermes.engine.requests
     assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
     long = [{"role": "user", "content": "x " * 5000}]
     answer = await acme.post("/v1/messages", json={**ASKED, "messages": long})
-    assert (answer.status_code, answer.json()["error"]["message"][:20]) == (400, "prompt is too long: ")
+    assert (answer.status_code, answer.json()["error"]["message"][:20]) == (
+        400,
+        "prompt is too long: ",
+    )
 
 
 async def test_a_choice_among_tools(hermes: Api, acme: Client) -> None:
-    answer = await acme.post("/v1/messages", json={**ASKED, "tools": [WHERE_IS], "tool_choice": {"type": "none"}})
+    answer = await acme.post(
+        "/v1/messages", json={**ASKED, "tools": [WHERE_IS], "tool_choice": {"type": "none"}}
+    )
     assert "where_is" not in shown(hermes)
     assert [block["type"] for block in answer.json()["content"]] == ["text"]
     for choice, says in (
@@ -117,14 +146,23 @@ async def test_a_choice_among_tools(hermes: Api, acme: Client) -> None:
         ({"type": "tool", "name": "other"}, "tool_choice"),
         ({"type": "some"}, "tool_choice.type"),
     ):
-        answer = await acme.post("/v1/messages", json={**ASKED, "tools": [WHERE_IS], "tool_choice": choice})
+        answer = await acme.post(
+            "/v1/messages", json={**ASKED, "tools": [WHERE_IS], "tool_choice": choice}
+        )
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
 
 
 async def test_a_wrong_name_of_a_tool_is_told_where_it_stands(hermes: Api, acme: Client) -> None:
-    answer = await acme.post("/v1/messages", json={**ASKED, "tools": [{**WHERE_IS, "name": "where is"}]})
+    answer = await acme.post(
+        "/v1/messages", json={**ASKED, "tools": [{**WHERE_IS, "name": "where is"}]}
+    )
     assert (answer.status_code, answer.json()["error"]["message"][:12]) == (400, "tools.0.name")
-    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "where is", "input": {}}]}
-    answer = await acme.post("/v1/messages", json={**ASKED, "system": "x", "messages": [*ASKED["messages"], call]})
+    call = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "a", "name": "where is", "input": {}}],
+    }
+    answer = await acme.post(
+        "/v1/messages", json={**ASKED, "system": "x", "messages": [*ASKED["messages"], call]}
+    )
     assert (answer.status_code, answer.json()["error"]["message"][:14]) == (400, "messages.name:")

@@ -43,7 +43,12 @@ WHOLE = Part(
     ),
     finish_reason="tool_calls",
 )
-USAGE = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0, "output_tokens": 3}
+USAGE = {
+    "input_tokens": 3,
+    "cache_read_input_tokens": 4,
+    "cache_creation_input_tokens": 0,
+    "output_tokens": 3,
+}
 
 
 @cache
@@ -86,7 +91,9 @@ def test_a_text_is_one_block() -> None:
     assert start["message"]["stop_reason"] is None
     assert USAGE.items() <= start["message"]["usage"].items()
     assert (opened["index"], opened["content_block"]["text"]) == (0, "")
-    assert [each["delta"] for each in deltas] == [{"type": "text_delta", "text": text} for text in ("Arr", "!")]
+    assert [each["delta"] for each in deltas] == [
+        {"type": "text_delta", "text": text} for text in ("Arr", "!")
+    ]
     assert (closed["type"], closed["index"]) == ("content_block_stop", 0)
     assert (delta["delta"]["stop_reason"], delta["delta"]["stop_sequence"]) == ("end_turn", None)
     assert USAGE.items() <= delta["usage"].items()
@@ -116,23 +123,34 @@ def test_a_whole_message_has_the_same_blocks() -> None:
 
     body = whole(WHOLE)
     Message.model_validate(body, strict=True)
-    assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block["type"] for block in body["content"]] == [
+        "thinking",
+        "text",
+        "tool_use",
+        "tool_use",
+    ]
     assert [block.get("input") for block in body["content"][2:]] == [{"x": 1}, {}]
     assert body["stop_reason"] == "tool_use"
     assert USAGE.items() <= body["usage"].items()
 
 
-@pytest.mark.parametrize("arguments", ['{"x": ', "[1]", "{", '{"x": NaN}', '{"x": ' + "[" * 2000 + "]" * 2000 + "}"])
+@pytest.mark.parametrize(
+    "arguments", ['{"x": ', "[1]", "{", '{"x": NaN}', '{"x": ' + "[" * 2000 + "]" * 2000 + "}"]
+)
 def test_a_call_that_was_cut_is_not_in_a_whole_message(arguments: str) -> None:
     cut = CallPiece(index=0, id="call_1", name="find", arguments=arguments)
-    parts = [replace(WHOLE, calls=(cut,), finish_reason=reason) for reason in ("length", "tool_calls")]
+    parts = [
+        replace(WHOLE, calls=(cut,), finish_reason=reason) for reason in ("length", "tool_calls")
+    ]
     for part, stop_reason in zip(parts, ("max_tokens", "end_turn"), strict=True):
         body = whole(part)
         assert [block["type"] for block in body["content"]] == ["thinking", "text"]
         assert body["stop_reason"] == events([part])[-2]["delta"]["stop_reason"] == stop_reason
 
 
-@pytest.mark.parametrize("number", ["1e400", "123456789012345678901234567890", "1" * 5000, '"\\ud800"'])
+@pytest.mark.parametrize(
+    "number", ["1e400", "123456789012345678901234567890", "1" * 5000, '"\\ud800"']
+)
 def test_arguments_are_sent_as_the_model_wrote_them(number: str) -> None:
     call = CallPiece(index=0, id="call_1", name="find", arguments=f'{{"x": {number}}}')
     answer = writer().whole([(choice_of(), replace(WHOLE, calls=(call,)))])
@@ -149,7 +167,10 @@ def test_a_stop_sequence_is_named_and_a_stop_token_is_not() -> None:
         delta = events([Part(text="x", finish_reason="stop", stop_reason=stop_reason)])[-2]["delta"]
         assert (delta["stop_reason"], delta["stop_sequence"]) == expected
     inside_a_call = whole(Part(text="x", finish_reason="length", stop_reason="END"))
-    assert (inside_a_call["stop_reason"], inside_a_call["stop_sequence"]) == ("stop_sequence", "END")
+    assert (inside_a_call["stop_reason"], inside_a_call["stop_sequence"]) == (
+        "stop_sequence",
+        "END",
+    )
 
 
 def test_an_answer_without_a_text_has_an_empty_one_and_one_that_was_cut_has_none() -> None:
@@ -166,7 +187,10 @@ def test_an_answer_without_a_text_has_an_empty_one_and_one_that_was_cut_has_none
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(EngineUnavailableError("The engine died."), "overloaded_error"), (EngineError("secret"), "api_error")],
+    [
+        (EngineUnavailableError("The engine died."), "overloaded_error"),
+        (EngineError("secret"), "api_error"),
+    ],
 )
 def test_an_error_ends_the_stream_in_anthropics_shape(error: ManyloraError, kind: str) -> None:
     last = events(CALLS[:3], error)[-1]

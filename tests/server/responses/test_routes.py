@@ -19,7 +19,9 @@ QUESTION = "When are you open?"
 
 def prompt_of(*messages: tuple[str, str]) -> list[int]:
     """Token ids of a chat."""
-    return demo_tokenizer().chat_prompt([{"role": role, "content": content} for role, content in messages])
+    return demo_tokenizer().chat_prompt(
+        [{"role": role, "content": content} for role, content in messages]
+    )
 
 
 async def respond(client: Client, **fields: Any) -> Any:
@@ -43,12 +45,16 @@ async def test_a_response_is_the_answer_of_the_same_chat(api: Api, acme: Client)
     assert body.usage["input_tokens"] == len(prompt_of(("user", QUESTION)))
     assert api.engine.requests[0].prompt_token_ids == prompt_of(("user", QUESTION))
     chat = await acme.post(
-        "/v1/chat/completions", json={"model": BASE, "messages": [{"role": "user", "content": QUESTION}]}
+        "/v1/chat/completions",
+        json={"model": BASE, "messages": [{"role": "user", "content": QUESTION}]},
     )
     assert chat.json()["choices"][0]["message"]["content"] == message.content[0].text == BASE_TEXT
     assert api.engine.requests[0].params == api.engine.requests[1].params
     events = (await api.admin.get("/v1/usage/events")).json()["data"]
-    assert sorted(event["endpoint"] for event in events) == ["/v1/chat/completions", "/v1/responses"]
+    assert sorted(event["endpoint"] for event in events) == [
+        "/v1/chat/completions",
+        "/v1/responses",
+    ]
     assert len({(event["prompt_tokens"], event["completion_tokens"]) for event in events}) == 1
 
 
@@ -56,7 +62,10 @@ async def test_items_become_messages(api: Api, acme: Client) -> None:
     items = [
         {
             "role": "developer",
-            "content": [{"type": "input_text", "text": "Be "}, {"type": "input_text", "text": "kind."}],
+            "content": [
+                {"type": "input_text", "text": "Be "},
+                {"type": "input_text", "text": "kind."},
+            ],
         },
         {"type": "message", "role": "user", "content": "Hi", "status": "completed", "id": "msg_0"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
@@ -66,19 +75,31 @@ async def test_items_become_messages(api: Api, acme: Client) -> None:
             "id": "msg_1",
             "status": "completed",
             "phase": "final_answer",
-            "content": [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}],
+            "content": [
+                {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+            ],
         },
         {"role": "user", "content": QUESTION},
     ]
     assert (await respond(acme, input=items, instructions="Answer.")).status_code == 200
-    told = [("system", "Answer."), ("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"), ("user", QUESTION)]
+    told = [
+        ("system", "Answer."),
+        ("system", "Be kind."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", QUESTION),
+    ]
     assert api.engine.requests[0].prompt_token_ids == prompt_of(*told)
 
 
 async def test_what_the_client_gets_can_be_sent_back(api: Api, client: openai.AsyncOpenAI) -> None:
     first = await client.responses.create(model=BASE, input=QUESTION)
     assert first.output_text == BASE_TEXT
-    history: list[Any] = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": "And?"}]
+    history: list[Any] = [
+        {"role": "user", "content": QUESTION},
+        *first.output,
+        {"role": "user", "content": "And?"},
+    ]
     second = await client.responses.create(
         model=BASE, input=history, store=True, include=["reasoning.encrypted_content"]
     )
@@ -87,7 +108,9 @@ async def test_what_the_client_gets_can_be_sent_back(api: Api, client: openai.As
     assert api.engine.requests[1].prompt_token_ids == told
 
 
-async def test_a_stream_gives_the_client_the_same_response(api: Api, client: openai.AsyncOpenAI) -> None:
+async def test_a_stream_gives_the_client_the_same_response(
+    api: Api, client: openai.AsyncOpenAI
+) -> None:
     text = ""
     async with client.responses.stream(model=BASE, input=QUESTION, top_logprobs=2) as stream:
         async for event in stream:
@@ -101,7 +124,11 @@ async def test_a_stream_gives_the_client_the_same_response(api: Api, client: ope
     (part,) = message.content
     assert part.type == "output_text"
     assert part.logprobs is not None
-    assert len(part.logprobs) == final.usage.output_tokens == (await api.usage_totals())["completion_tokens"]
+    assert (
+        len(part.logprobs)
+        == final.usage.output_tokens
+        == (await api.usage_totals())["completion_tokens"]
+    )
     assert len(part.logprobs[0].top_logprobs) == 2
 
 
@@ -111,13 +138,22 @@ async def test_an_answer_that_its_limit_cuts_is_incomplete(client: openai.AsyncO
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     kinds = [
         event.type
-        async for event in await client.responses.create(model=BASE, input=QUESTION, max_output_tokens=2, stream=True)
+        async for event in await client.responses.create(
+            model=BASE, input=QUESTION, max_output_tokens=2, stream=True
+        )
     ]
     assert kinds[-1] == "response.incomplete"
 
 
 async def test_sampling_parameters_reach_the_engine(api: Api, acme: Client) -> None:
-    given = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "seed": 3, "presence_penalty": 1, "ignore_eos": True}
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 7,
+        "seed": 3,
+        "presence_penalty": 1,
+        "ignore_eos": True,
+    }
     assert (await respond(acme, **given, max_output_tokens=9)).status_code == 200
     params = api.engine.requests[0].params
     assert {name: getattr(params, name) for name in given} == given
@@ -144,7 +180,9 @@ async def test_sampling_parameters_reach_the_engine(api: Api, acme: Client) -> N
         ({"n": 2}, "n", "n is not a parameter"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(acme: Client, fields: Any, param: str, says: str) -> None:
+async def test_what_is_not_served_is_refused_by_name(
+    acme: Client, fields: Any, param: str, says: str
+) -> None:
     code, named, message = await error_of(acme, **fields)
     assert (code, named) == ("unsupported_parameter", param)
     assert says in message
@@ -155,7 +193,11 @@ async def test_what_is_not_served_is_refused_by_name(acme: Client, fields: Any, 
     [
         ({"input": []}, "invalid_value", "input"),
         ({"input": 5}, "invalid_value", "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "invalid_value", "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "invalid_value",
+            "input",
+        ),
         ({"input": [{"role": "tool", "content": "x"}]}, "invalid_value", "input.0.message.role"),
         ({"include": ["file_search_call.results"]}, "invalid_value", "include.0"),
         ({"tool_choice": {"type": "mcp"}}, "invalid_value", "tool_choice"),
@@ -167,7 +209,9 @@ async def test_what_is_not_served_is_refused_by_name(acme: Client, fields: Any, 
         ({"top_logprobs": 99}, "invalid_value", "top_logprobs"),
     ],
 )
-async def test_what_is_wrong_is_named_as_the_client_knows_it(acme: Client, fields: Any, code: str, param: str) -> None:
+async def test_what_is_wrong_is_named_as_the_client_knows_it(
+    acme: Client, fields: Any, code: str, param: str
+) -> None:
     assert (await error_of(acme, **fields))[:2] == (code, param)
 
 
@@ -183,7 +227,9 @@ async def test_stored_responses_are_not_served(client: openai.AsyncOpenAI) -> No
             await call("resp_1")
 
 
-async def test_an_error_before_the_first_token_is_a_status_and_later_an_event(api: Api, acme: Client) -> None:
+async def test_an_error_before_the_first_token_is_a_status_and_later_an_event(
+    api: Api, acme: Client
+) -> None:
     api.engine.refusal = RequestError(kind="capacity", code="overloaded", message="No room.")
     assert (await respond(acme, stream=True)).status_code == 503
     api.engine.refusal_after = 2
@@ -191,10 +237,14 @@ async def test_an_error_before_the_first_token_is_a_status_and_later_an_event(ap
     assert answer.status_code == 200
     assert 'event: response.failed\ndata: {"type":"response.failed"' in answer.text
     assert '"message":"No room."' in answer.text
-    assert (await api.usage_totals())["completion_tokens"] == answer.text.count('"response.output_text.delta",')
+    assert (await api.usage_totals())["completion_tokens"] == answer.text.count(
+        '"response.output_text.delta",'
+    )
 
 
-async def test_a_client_that_leaves_a_stream_pays_for_what_was_computed(api: Api, client: openai.AsyncOpenAI) -> None:
+async def test_a_client_that_leaves_a_stream_pays_for_what_was_computed(
+    api: Api, client: openai.AsyncOpenAI
+) -> None:
     api.engine.token_s = 0.005
     asked: dict[str, Any] = {"model": BASE, "input": QUESTION, "max_output_tokens": 150}
     stream = await client.responses.create(**asked, stream=True, extra_body={"ignore_eos": True})

@@ -45,7 +45,9 @@ def writer(**fields: Any) -> ResponseWriter:
     return ResponseWriter(body, meter_of(), {"created": 1_800_000_000, "model": "demo"})
 
 
-def events(parts: Sequence[Part], error: ManyloraError | None = None, **fields: Any) -> list[dict[str, Any]]:
+def events(
+    parts: Sequence[Part], error: ManyloraError | None = None, **fields: Any
+) -> list[dict[str, Any]]:
     """All events of a stream; each is checked."""
     writing = writer(**fields)
     raw = b"".join(writing.events(step_of(), part) for part in parts)
@@ -83,24 +85,46 @@ def test_a_text_is_one_item_with_one_part() -> None:
 def test_reasoning_text_and_calls_are_items_in_order() -> None:
     told = events(CALLS)
     assert kinds(told)[2:] == [
-        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+        *(
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.delta",
+            "reasoning_text.delta",
+        ),
         *("reasoning_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", "content_part.added", "output_text.delta"),
         *("output_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
         *("function_call_arguments.done", "output_item.done"),
-        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        *(
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+        ),
         "completed",
     ]
     output = told[-1]["response"]["output"]
-    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
-    assert [event["output_index"] for event in told if event["type"].endswith("item.added")] == [0, 1, 2, 3]
+    assert [item["type"] for item in output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert [event["output_index"] for event in told if event["type"].endswith("item.added")] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert output[0]["content"][0]["text"] == "Look it up."
     assert [(item["call_id"], item["name"], item["arguments"]) for item in output[2:]] == [
         ("call_1", "find", '{"x": 1}'),
         ("call_2", "find", "{}"),
     ]
-    assert [item for event in told if (item := event.get("item")) and item["status"] == "completed"] == output
+    assert [
+        item for event in told if (item := event.get("item")) and item["status"] == "completed"
+    ] == output
 
 
 @pytest.mark.parametrize("parts", [TEXT, CALLS, [Part(text="", finish_reason="stop")]])
@@ -110,7 +134,9 @@ def test_a_whole_answer_has_the_items_of_the_stream(parts: list[Part]) -> None:
         CallPiece(index=1, id="call_2", name="find", arguments="{}"),
     ]
     reasoning = "".join(part.reasoning for part in parts)
-    whole = replace(joined(parts), reasoning=reasoning, calls=tuple(calls if parts is CALLS else []))
+    whole = replace(
+        joined(parts), reasoning=reasoning, calls=tuple(calls if parts is CALLS else [])
+    )
     body: dict[str, Any] = orjson.loads(orjson.dumps(writer().whole([(choice_of(), whole)])))
     Response.model_validate(body, strict=True)
     streamed = events(parts)[-1]["response"]
@@ -127,7 +153,13 @@ def test_an_answer_without_a_text_has_an_empty_one() -> None:
     (item,) = told[-1]["response"]["output"]
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
     assert kinds(told)[2:] == [
-        *("output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done"),
+        *(
+            "output_item.added",
+            "content_part.added",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+        ),
         "completed",
     ]
 
@@ -157,7 +189,12 @@ def test_an_error_ends_the_stream_with_what_there_is(error: ManyloraError, code:
     told = events(CALLS[:3], error)
     response = told[-1]["response"]
     assert (told[-1]["type"], response["status"]) == ("response.failed", "failed")
-    assert response["error"] == {"code": code, "message": error.message, "param": None, "type": error.code}
+    assert response["error"] == {
+        "code": code,
+        "message": error.message,
+        "param": None,
+        "type": error.code,
+    }
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
     assert response["usage"] is None
 
@@ -169,7 +206,9 @@ def test_log_probabilities_stand_with_the_text_that_they_made() -> None:
         Part(text="", finish_reason="stop", logprobs={"content": [LOGPROB]}),
     ]
     told = events(parts, include=["message.output_text.logprobs"])
-    assert [len(event["logprobs"]) for event in told if event["type"] == "response.output_text.delta"] == [3]
+    assert [
+        len(event["logprobs"]) for event in told if event["type"] == "response.output_text.delta"
+    ] == [3]
     assert told[-1]["response"]["output"][0]["content"][0]["logprobs"] == [LOGPROB] * 4
 
 
@@ -187,11 +226,20 @@ def test_what_was_asked_is_repeated_and_nothing_is_stored() -> None:
         "presence_penalty": 0.5,
         "frequency_penalty": 0.25,
     }
-    given = {"store": True, "reasoning": {"effort": "low", "summary": "auto"}, "service_tier": "flex", **asked}
+    given = {
+        "store": True,
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "service_tier": "flex",
+        **asked,
+    }
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     response = events(TEXT, text={"format": schema}, **given)[-1]["response"]
     assert {name: response[name] for name in asked} == asked
     assert response["text"] == {"format": schema}
     assert response["reasoning"] == {"effort": "low", "summary": None}
-    assert (response["store"], response["background"], response["truncation"]) == (False, False, "disabled")
+    assert (response["store"], response["background"], response["truncation"]) == (
+        False,
+        False,
+        "disabled",
+    )
     assert response["tools"][0]["name"] == "find"

@@ -70,7 +70,9 @@ async def refusal(renderer: ChatRenderer, text: str) -> InvalidRequestError:
 
 
 @pytest.mark.parametrize("text", OVER_A_LIMIT)
-async def test_what_takes_too_much_is_refused_and_the_next_chat_is_rendered(renderer: ChatRenderer, text: str) -> None:
+async def test_what_takes_too_much_is_refused_and_the_next_chat_is_rendered(
+    renderer: ChatRenderer, text: str
+) -> None:
     error = await refusal(renderer, text)
     assert (error.code, error.param) == ("chat_template_unusable", "messages")
     assert "too much computing time or memory" in error.message
@@ -78,7 +80,9 @@ async def test_what_takes_too_much_is_refused_and_the_next_chat_is_rendered(rend
 
 
 @pytest.mark.parametrize("text", REFUSED)
-async def test_what_fails_by_itself_is_refused_without_words_of_a_library(renderer: ChatRenderer, text: str) -> None:
+async def test_what_fails_by_itself_is_refused_without_words_of_a_library(
+    renderer: ChatRenderer, text: str
+) -> None:
     error = await refusal(renderer, text)
     assert error.message == (
         "The model's chat template does not take these messages: check their roles, order and content."
@@ -102,7 +106,11 @@ async def test_a_slow_chat_of_one_tenant_delays_no_other(renderer: ChatRenderer)
 
     slow = [asyncio.create_task(render("slow", "loops")) for _ in range(30)]
     await asyncio.sleep(0)
-    assert [await asyncio.create_task(render("quick", str(number))) for number in range(3)] == ["0", "1", "2"]
+    assert [await asyncio.create_task(render("quick", str(number))) for number in range(3)] == [
+        "0",
+        "1",
+        "2",
+    ]
     assert not slow[-1].done()
     for each in slow:
         each.cancel()
@@ -141,7 +149,9 @@ async def test_the_processes_end_with_the_renderer() -> None:
         ("{% if x %}" * 5000 + "{% endif %}" * 5000, "does not take these messages"),
     ],
 )
-async def test_a_template_that_cannot_be_used_is_found_at_the_start(template: str, reason: str) -> None:
+async def test_a_template_that_cannot_be_used_is_found_at_the_start(
+    template: str, reason: str
+) -> None:
     own = (ChatRenderer if "10" in template else QuickRenderer)(tokenizer_with(template), CPU_S)
     fault = await own.try_template()
     assert fault is None if "messages" in reason else reason in (fault or "")
@@ -160,9 +170,18 @@ async def test_other_templates_are_no_fault(template: str | None) -> None:
     "asked",
     [
         {"messages": [*GREETING, {"role": "assistant", "content": "é🎉\x00\n"}, *GREETING]},
-        {"messages": [*GREETING, {"role": "assistant", "content": "So "}], "continue_final_message": True},
-        {"messages": [{"role": "user", "content": None, "reasoning": "r"}], "template_kwargs": {"x": [1, 1e300]}},
-        {"messages": GREETING, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+        {
+            "messages": [*GREETING, {"role": "assistant", "content": "So "}],
+            "continue_final_message": True,
+        },
+        {
+            "messages": [{"role": "user", "content": None, "reasoning": "r"}],
+            "template_kwargs": {"x": [1, 1e300]},
+        },
+        {
+            "messages": GREETING,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        },
     ],
 )
 async def test_a_chat_is_rendered_as_transformers_does(asked: dict[str, Any]) -> None:
@@ -170,12 +189,16 @@ async def test_a_chat_is_rendered_as_transformers_does(asked: dict[str, Any]) ->
     own = QuickRenderer(tokenizer_with(template + "{# content #}{{ messages[-1].content }}"))
     options = {"add_generation_prompt": False, "continue_final_message": False, **asked}
     messages, variables = options.pop("messages"), options.pop("template_kwargs", {})
-    reference = AutoTokenizer.from_pretrained(tokenizer_folder(template + "{# content #}{{ messages[-1].content }}"))
+    reference = AutoTokenizer.from_pretrained(
+        tokenizer_folder(template + "{# content #}{{ messages[-1].content }}")
+    )
     expected = reference.apply_chat_template(messages, tokenize=False, **options, **variables)
     found = await own.render({"add_generation_prompt": False, **asked})
     assert found == expected
 
 
 def _forks() -> list[psutil.Process]:
-    children = [child for child in psutil.Process().children() if "chat_worker" in " ".join(child.cmdline())]
+    children = [
+        child for child in psutil.Process().children() if "chat_worker" in " ".join(child.cmdline())
+    ]
     return [fork for child in children for fork in child.children()]

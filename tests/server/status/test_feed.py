@@ -63,7 +63,10 @@ class Watcher:
 
 @asynccontextmanager
 async def watching(url: str) -> AsyncIterator[Watcher]:
-    async with new_client(ADMIN_KEY, url) as client, client.stream("GET", "/v1/engine/events") as answer:
+    async with (
+        new_client(ADMIN_KEY, url) as client,
+        client.stream("GET", "/v1/engine/events") as answer,
+    ):
         assert answer.status_code == 200
         yield Watcher(answer.headers["content-type"], aiter(answer.aiter_lines()))
 
@@ -116,7 +119,10 @@ async def test_twenty_watchers_cost_as_much_as_one_and_nothing_once_they_are_gon
 
     others = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
-        watchers = [await stack.enter_async_context(aclosing(feed.events(ask, lambda: False))) for _ in range(20)]
+        watchers = [
+            await stack.enter_async_context(aclosing(feed.events(ask, lambda: False)))
+            for _ in range(20)
+        ]
         assert {await anext(watcher) for watcher in watchers} == {engine_feed.RETRY}
         for index in range(10):
             answers.put_nowait({"boot_id": "boot-1", "index": index})
@@ -131,7 +137,9 @@ async def test_twenty_watchers_cost_as_much_as_one_and_nothing_once_they_are_gon
 async def test_a_watcher_that_leaves_while_nothing_happens_is_noticed_at_once(
     api: Api, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_feed, "KEEP_ALIVE_S", 10_000.0)  # it must not take the next comment to notice
+    monkeypatch.setattr(
+        engine_feed, "KEEP_ALIVE_S", 10_000.0
+    )  # it must not take the next comment to notice
     async with watching(url) as watcher:
         await watcher.snapshot()
     await at_rest(lambda: api.engine.num_asked)
@@ -139,7 +147,9 @@ async def test_a_watcher_that_leaves_while_nothing_happens_is_noticed_at_once(
         await watcher.snapshot()
 
 
-async def test_a_restart_is_told_with_the_time_without_an_engine_before_it(api: Api, url: str) -> None:
+async def test_a_restart_is_told_with_the_time_without_an_engine_before_it(
+    api: Api, url: str
+) -> None:
     ready = api.engine.ready
     assert ready is not None
     async with watching(url) as watcher, watching(url) as other:
@@ -170,7 +180,9 @@ async def test_events_go_on_after_an_outage_of_the_database(
             assert (await watcher.snapshot())["object"] == "engine"
 
 
-async def test_a_failure_ends_the_stream_that_waits_for_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_ends_the_stream_that_waits_for_it_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine_feed, "POLL_S", 0.0)
     feed, asked = engine_feed.EngineFeed(), 0
 
@@ -184,7 +196,11 @@ async def test_a_failure_ends_the_stream_that_waits_for_it_and_no_other(monkeypa
     def listen() -> AsyncGenerator[bytes, None]:
         return feed.events(ask, lambda: False)
 
-    async with aclosing(listen()) as hangs, aclosing(listen()) as fails, aclosing(listen()) as later:
+    async with (
+        aclosing(listen()) as hangs,
+        aclosing(listen()) as fails,
+        aclosing(listen()) as later,
+    ):
         assert await anext(hangs) == await anext(fails) == engine_feed.RETRY
         with pytest.raises(RuntimeError, match="nobody expected"):
             await anext(fails)
@@ -197,7 +213,10 @@ async def test_a_stream_ends_with_the_session_that_it_began_in(api: Api, url: st
     async with new_client(ADMIN_KEY, url) as client:
         cookie = (await client.post("/v1/session")).headers["set-cookie"].partition(";")[0]
     sent = {"cookie": cookie, "sec-fetch-site": "same-origin"}
-    async with new_client(None, url) as client, client.stream("GET", "/v1/engine/events", headers=sent) as answer:
+    async with (
+        new_client(None, url) as client,
+        client.stream("GET", "/v1/engine/events", headers=sent) as answer,
+    ):
         watcher = Watcher(answer.headers["content-type"], aiter(answer.aiter_lines()))
         await watcher.snapshot()
         api.engine.tenants = {"": TenantLoad(waiting=1)}
@@ -218,18 +237,27 @@ async def test_draining_ends_the_streams(api: Api, url: str) -> None:
     api.services.drain.is_draining = False
 
 
-async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await api.tenant("acme")
     await api.tenant("rival")
     refused = (await api.services.registry.tenants.get_tenant("rival")).id
     acme = (await api.services.registry.tenants.get_tenant("acme")).id
     load = TenantLoad(weight=3.0, running=2, paused=1, waiting=2, reasons={"NEW": 2}, rate=7.5)
     api.engine.tenants = {acme: load, "": TenantLoad(waiting=1), "ten_gone": TenantLoad(waiting=4)}
-    gate = {acme: {"wait_s": 2.5, "refused": {"limit.queue": 3}}, refused: {"wait_s": 0.0, "refused": {}}}
+    gate = {
+        acme: {"wait_s": 2.5, "refused": {"limit.queue": 3}},
+        refused: {"wait_s": 0.0, "refused": {}},
+    }
     monkeypatch.setattr(api.services.gate, "snapshot", lambda: gate)
-    api.engine.residents = [ResidentAdapter(digest="sha256:a", tier="device", pages=2, running=1, slot=3, loads=2)]
+    api.engine.residents = [
+        ResidentAdapter(digest="sha256:a", tier="device", pages=2, running=1, slot=3, loads=2)
+    ]
     api.engine.page_map = PageMap(
-        pages_per_cell=1, uses=[PageUse(kind="adapter", owner=3), PageUse(kind="free")], runs=[(2, 0), (8, 1)]
+        pages_per_cell=1,
+        uses=[PageUse(kind="adapter", owner=3), PageUse(kind="free")],
+        runs=[(2, 0), (8, 1)],
     )
     api.engine.batches = StepBatches(adapters=["sha256:a"], steps=[[1, 0, 1, 0]])
     body = (await api.admin.get("/v1/engine")).json()
@@ -237,7 +265,13 @@ async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(api: Api, monk
     assert body["tenants"]["acme"] == asdict(load)
     assert body["admission"] == {"acme": gate[acme], "rival": gate[refused]}
     assert (body["residents"][0]["slot"], body["residents"][0]["loads"]) == (3, 2)
-    assert body["page_map"]["uses"] == [{"kind": "adapter", "owner": 3}, {"kind": "free", "owner": -1}]
+    assert body["page_map"]["uses"] == [
+        {"kind": "adapter", "owner": 3},
+        {"kind": "free", "owner": -1},
+    ]
     assert body["page_map"]["runs"] == [[2, 0], [8, 1]]
-    assert body["batches"] == {"adapters": [{"digest": "sha256:a", "adapters": []}], "steps": [[1, 0, 1, 0]]}
+    assert body["batches"] == {
+        "adapters": [{"digest": "sha256:a", "adapters": []}],
+        "steps": [[1, 0, 1, 0]],
+    }
     assert body["load_p95_s"] == {"stored>device": 0.25}

@@ -42,7 +42,9 @@ async def test_metrics_show_requests_and_the_engine(api: Api) -> None:
     assert "manylora_pages" not in away.text
 
 
-async def test_the_wait_to_be_let_in_counts_for_the_first_token(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wait_to_be_let_in_counts_for_the_first_token(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 1000.0
 
     async def turn(_: str) -> None:
@@ -59,7 +61,8 @@ async def test_every_answer_is_counted_by_its_class(api: Api) -> None:
     async def counted() -> dict[str, float]:
         text = (await api.admin.get("/metrics")).text
         return {
-            status: float(count) for status, count in re.findall(r'manylora_responses_total{status="(.*)"} (.*)', text)
+            status: float(count)
+            for status, count in re.findall(r'manylora_responses_total{status="(.*)"} (.*)', text)
         }
 
     before = await counted()
@@ -69,7 +72,12 @@ async def test_every_answer_is_counted_by_its_class(api: Api) -> None:
     api.engine.ready = None
     assert (await api.client().get("/ready")).status_code == 503
     after = await counted()
-    assert after == {**before, "2xx": before["2xx"] + 1, "4xx": before["4xx"] + 2, "5xx": before["5xx"] + 1}
+    assert after == {
+        **before,
+        "2xx": before["2xx"] + 1,
+        "4xx": before["4xx"] + 2,
+        "5xx": before["5xx"] + 1,
+    }
 
 
 METRICS: dict[str, set[str]] = {
@@ -107,7 +115,10 @@ def test_what_has_not_happened_yet_is_a_figure_too() -> None:
     text = Metrics().render(EngineStatus(boot_id="b", seq=1, running=0, waiting=0), 0.0).decode()
     loads = [(origin, result) for origin in ("host", "stored") for result in ("failed", "ok")]
     for series in (
-        *(f'manylora_adapter_loads_total{{from="{origin}",result="{result}",to="device"}}' for origin, result in loads),
+        *(
+            f'manylora_adapter_loads_total{{from="{origin}",result="{result}",to="device"}}'
+            for origin, result in loads
+        ),
         'manylora_responses_total{status="5xx"}',
         'manylora_limited_total{limit="tokens_per_month"}',
         'manylora_evictions_total{kind="adapter"}',
@@ -122,7 +133,9 @@ async def test_every_promised_metric_is_there_with_its_labels(api: Api) -> None:
     api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=2, running=1)]
     api.services.metrics.refused("limit.queue", "acme")
     text = (await api.admin.get("/metrics")).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     labels = {sample.name: set(sample.labels) for sample in samples}
     assert {name: labels.get(name) for name in METRICS} == METRICS
     values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
@@ -152,7 +165,9 @@ def test_labels_are_capped(length: int) -> None:
         metrics.learn_adapter(f"sha256:{index}", "acme", name, 8)
         for adapter in (None, f"{name}/{name}", f"{names[index % 97]}/{names[index % 97]}"):
             for end in ("stop", "length", "aborted", "error"):
-                metrics.request_ended(name, adapter, end, {"prompt": 1, "cached": 1, "completion": 1})
+                metrics.request_ended(
+                    name, adapter, end, {"prompt": 1, "cached": 1, "completion": 1}
+                )
     residents = [
         ResidentAdapter(digest=f"sha256:{index}", tier=tier, pages=1, running=1)
         for index in range(5000)

@@ -39,7 +39,11 @@ async def until_ready(api: Api) -> None:
 async def reasons(api: Api) -> list[str]:
     """What the metrics say of it."""
     lines = (await api.admin.get("/metrics")).text.splitlines()
-    return [line.split('"')[1] for line in lines if line.startswith("manylora_not_ready{") and line.endswith(" 1.0")]
+    return [
+        line.split('"')[1]
+        for line in lines
+        if line.startswith("manylora_not_ready{") and line.endswith(" 1.0")
+    ]
 
 
 @pytest.mark.parametrize(

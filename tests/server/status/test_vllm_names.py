@@ -47,7 +47,9 @@ async def page_of(opened: Api) -> str:
     client = await opened.tenant("acme")
     digest = (await upload(client, "pirate")).json()["digest"]
     for model in (BASE, "pirate"):
-        answer = await client.post("/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 90})
+        answer = await client.post(
+            "/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 90}
+        )
         assert answer.status_code == 200
     opened.engine.failure_after = 3
     await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
@@ -74,7 +76,10 @@ async def test_names_types_and_labels_are_vllms(page: str) -> None:
     for family in text_string_to_metric_families(page):
         if family.name.startswith("vllm:"):
             assert family.name not in found
-            found[family.name] = (family.type, {label for sample in family.samples for label in sample.labels})
+            found[family.name] = (
+                family.type,
+                {label for sample in family.samples for label in sample.labels},
+            )
             assert {sample.labels["model_name"] for sample in family.samples} == {BASE}
     assert found == PROMISED
 
@@ -83,7 +88,11 @@ async def test_figures_are_manyloras_own_summed_over_tenants_and_adapters(page: 
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            own = {name: value for name, value in sample.labels.items() if name in ("finished_reason", "kind", "le")}
+            own = {
+                name: value
+                for name, value in sample.labels.items()
+                if name in ("finished_reason", "kind", "le")
+            }
             key = sample.name + "".join(f" {value}" for value in own.values())
             values[key] = values.get(key, 0.0) + sample.value
     assert values["vllm:prompt_tokens_total"] == values["manylora_tokens_total prompt"] > 0
@@ -111,10 +120,14 @@ async def test_figures_are_manyloras_own_summed_over_tenants_and_adapters(page: 
 
 async def test_prometheus_finds_nothing_wrong_with_the_page(page: str) -> None:
     program = require("promtool", package="prometheus")
-    checked = await anyio.run_process([program, "check", "metrics"], input=page.encode(), check=False)
+    checked = await anyio.run_process(
+        [program, "check", "metrics"], input=page.encode(), check=False
+    )
     complaints = (checked.stdout + checked.stderr).decode().splitlines()
     # vLLM's names have colons, which are for recording rules.
-    assert [line for line in complaints if "should not contain ':'" not in line and "vllm:" in line] == []
+    assert [
+        line for line in complaints if "should not contain ':'" not in line and "vllm:" in line
+    ] == []
     assert b"error while linting" not in checked.stderr
 
 
@@ -129,7 +142,11 @@ async def test_while_the_engine_is_away_its_figures_are_too(tmp_path: Path) -> N
         page = (await opened.admin.get("/metrics")).text
     names = {family.name for family in text_string_to_metric_families(page)}
     assert "vllm:prompt_tokens" in names
-    assert not names & {"vllm:num_requests_running", "vllm:lora_requests_info", "vllm:kv_cache_usage_perc"}
+    assert not names & {
+        "vllm:num_requests_running",
+        "vllm:lora_requests_info",
+        "vllm:kv_cache_usage_perc",
+    }
 
 
 class Scraped:
@@ -144,24 +161,39 @@ class Scraped:
         """Values by labels, by name."""
         pages = {"free": 10, "kv": 30, "prefix": 40, "adapter": 20}
         status = EngineStatus(
-            boot_id="b", seq=1, running=0, waiting=0, residents=list(residents), pages=pages, available_pages=free
+            boot_id="b",
+            seq=1,
+            running=0,
+            waiting=0,
+            residents=list(residents),
+            pages=pages,
+            available_pages=free,
         )
         page = self.names.render(CollectorRegistry(), status, self.known).decode()
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                key = " ".join(value for name, value in sorted(sample.labels.items()) if name != "model_name")
+                key = " ".join(
+                    value for name, value in sorted(sample.labels.items()) if name != "model_name"
+                )
                 found.setdefault(sample.name, {})[key] = sample.value
         return found
 
 
-def resident(digest: str, tier: str = "device", running: int = 0, holds: int = 0) -> ResidentAdapter:
+def resident(
+    digest: str, tier: str = "device", running: int = 0, holds: int = 0
+) -> ResidentAdapter:
     return ResidentAdapter(digest=digest, tier=tier, pages=1, running=running, holds=holds)  # type: ignore[arg-type]
 
 
 def test_the_value_of_lora_requests_is_the_time_of_their_last_change() -> None:
     scraped = Scraped()
-    busy = (resident("old", running=1), resident("new", running=2), resident("c", "loading", holds=3), resident("b"))
+    busy = (
+        resident("old", running=1),
+        resident("new", running=2),
+        resident("c", "loading", holds=3),
+        resident("b"),
+    )
     for expected_s, now_s, residents in (
         (1000.0, 1005.0, ()),
         (1010.0, 1010.0, busy),
@@ -177,7 +209,9 @@ def test_the_value_of_lora_requests_is_the_time_of_their_last_change() -> None:
 
 def test_an_adapter_is_loaded_where_the_version_is_that_was_asked_for_last() -> None:
     scraped = Scraped()
-    assert "vllm:lora_adapter_loaded" not in scraped.scrape(resident("old"), resident("b", "loading"))
+    assert "vllm:lora_adapter_loaded" not in scraped.scrape(
+        resident("old"), resident("b", "loading")
+    )
     found = scraped.scrape(resident("old"), resident("new", "host"), resident("b"))
     assert found["vllm:lora_adapter_loaded"] == {"t/a cpu false 16": 1.0, "t/b gpu false 4": 1.0}
     assert found["vllm:num_gpu_loaded_lora_adapters"] == {"": 2.0}

@@ -26,7 +26,9 @@ async def test_an_owner_grants_by_id_and_takes_it_back(api: Api) -> None:
     rival_id = (await api.services.registry.tenants.get_tenant("rival")).id
     made = await acme.post("/v1/adapters/support/grants", json={"tenant": rival_id})
     assert (made.status_code, made.json()["tenant"], made.json()["version"]) == (201, "rival", None)
-    assert (await acme.post("/v1/adapters/support/grants", json={"tenant": rival_id})).status_code == 200
+    assert (
+        await acme.post("/v1/adapters/support/grants", json={"tenant": rival_id})
+    ).status_code == 200
     listed = (await acme.get("/v1/adapters/support/grants")).json()["data"]
     assert [(grant["tenant"], grant["tenant_id"], grant["adapter"]) for grant in listed] == [
         ("rival", rival_id, "support")
@@ -35,9 +37,17 @@ async def test_an_owner_grants_by_id_and_takes_it_back(api: Api) -> None:
     async with api.client(rival) as client:
         models = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
         assert "acme/support" in models
-        for method, path in (("GET", ""), ("PATCH", ""), ("DELETE", ""), ("GET", "/grants"), ("GET", "/versions")):
+        for method, path in (
+            ("GET", ""),
+            ("PATCH", ""),
+            ("DELETE", ""),
+            ("GET", "/grants"),
+            ("GET", "/versions"),
+        ):
             path = f"/v1/adapters/support{path}"
-            assert (await client.request(method, path, json={"description": "d"})).status_code == 404
+            assert (
+                await client.request(method, path, json={"description": "d"})
+            ).status_code == 404
     assert (await acme.delete(f"/v1/adapters/support/grants/{rival_id}")).status_code == 204
     assert (await completion(api, rival, "acme/support"))[0] == 404
     assert (await acme.delete(f"/v1/adapters/support/grants/{rival_id}")).status_code == 404
@@ -46,7 +56,10 @@ async def test_an_owner_grants_by_id_and_takes_it_back(api: Api) -> None:
 async def test_an_owner_learns_nothing_about_names_of_tenants(api: Api) -> None:
     acme, _ = await api.tenant("acme"), await api.key("rival")
     await upload(acme, "support")
-    answers = [await acme.post("/v1/adapters/support/grants", json={"tenant": name}) for name in ("rival", "nobody")]
+    answers = [
+        await acme.post("/v1/adapters/support/grants", json={"tenant": name})
+        for name in ("rival", "nobody")
+    ]
     assert {answer.status_code for answer in answers} == {404}
     assert answers[0].json() == answers[1].json()
 
@@ -56,16 +69,26 @@ async def test_a_canary_is_sticky_by_user_then_by_session(api: Api) -> None:
     acme = await api.tenant("acme")
     await upload(acme, "support")
     await upload(acme, "support", sound(alpha=8))
-    patched = await acme.patch("/v1/adapters/support", json={"aliases": {"default": {"1": 50, "2": 50}, "prod": 1}})
+    patched = await acme.patch(
+        "/v1/adapters/support", json={"aliases": {"default": {"1": 50, "2": 50}, "prod": 1}}
+    )
     assert patched.json()["aliases"] == {"default": {"1": 50, "2": 50}, "prod": 1}
-    by_user = {user: await completion(api, key, "support", user=user) for user in map(str, range(12))}
+    by_user = {
+        user: await completion(api, key, "support", user=user) for user in map(str, range(12))
+    }
     assert {answer for _, answer in by_user.values()} == {"acme/support@1", "acme/support@2"}
     for user, first in by_user.items():
         header = {"x-session-id": user}
-        assert await completion(api, key, "support", user=user, headers={"x-session-id": "other"}) == first
+        assert (
+            await completion(api, key, "support", user=user, headers={"x-session-id": "other"})
+            == first
+        )
         assert await completion(api, key, "support", headers=header) == first
         assert await completion(api, key, "support", adapter_id="support", headers=header) == first
-    assert {(await completion(api, key, "support"))[1] for _ in range(20)} == {"acme/support@1", "acme/support@2"}
+    assert {(await completion(api, key, "support"))[1] for _ in range(20)} == {
+        "acme/support@1",
+        "acme/support@2",
+    }
     await acme.patch("/v1/adapters/support", json={"aliases": {"default": 1}})
     assert {(await completion(api, key, "support"))[1] for _ in range(10)} == {"acme/support@1"}
 
@@ -73,7 +96,19 @@ async def test_a_canary_is_sticky_by_user_then_by_session(api: Api) -> None:
 async def test_aliases_that_make_no_sense_are_refused_with_the_form_that_does(api: Api) -> None:
     acme = await api.tenant("acme")
     await upload(acme, "support")
-    for meaning in ({"1": "x"}, {"one": 1}, {"01": 1}, [1], "1", 1.5, True, {}, {"2": 1}, {"1": 0}, {"1": 1 << 70}):
+    for meaning in (
+        {"1": "x"},
+        {"one": 1},
+        {"01": 1},
+        [1],
+        "1",
+        1.5,
+        True,
+        {},
+        {"2": 1},
+        {"1": 0},
+        {"1": 1 << 70},
+    ):
         answer = await acme.patch("/v1/adapters/support", json={"aliases": {"prod": meaning}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "aliases"), meaning
     assert (await acme.get("/v1/adapters/support")).json()["aliases"] == {"default": 1}
@@ -86,13 +121,23 @@ async def test_a_key_is_rotated_with_and_without_a_grace(api: Api) -> None:
 
     await api.key("acme")
     async with api.admin as admin:
-        first = (await admin.post("/v1/tenants/acme/keys", json={"name": "site", "scopes": ["usage"]})).json()
+        first = (
+            await admin.post("/v1/tenants/acme/keys", json={"name": "site", "scopes": ["usage"]})
+        ).json()
         rotate = f"/v1/keys/{first['id']}/rotate"
         second = await admin.post(rotate, json={"grace_s": 60})
-        assert (second.status_code, second.json()["id"], second.json()["scopes"]) == (201, first["id"], ["usage"])
+        assert (second.status_code, second.json()["id"], second.json()["scopes"]) == (
+            201,
+            first["id"],
+            ["usage"],
+        )
         assert [await status(first["key"]), await status(second.json()["key"])] == [200, 200]
         third = (await admin.post(rotate, json={})).json()
-        assert [await status(made["key"]) for made in (first, second.json(), third)] == [401, 401, 200]
+        assert [await status(made["key"]) for made in (first, second.json(), third)] == [
+            401,
+            401,
+            200,
+        ]
         assert (await admin.post(rotate, json={"grace_s": -1})).status_code == 400
 
 
@@ -101,7 +146,9 @@ async def test_the_audit_log_is_read_in_pages_and_by_tenant(api: Api) -> None:
     await upload(acme, "support")
     await api.key("rival")
     async with api.admin as admin:
-        await admin.patch("/v1/adapters/support?tenant=acme", json={"aliases": {"default": {"1": 3}}})
+        await admin.patch(
+            "/v1/adapters/support?tenant=acme", json={"aliases": {"default": {"1": 3}}}
+        )
         whole = (await admin.get("/v1/audit")).json()
         assert whole["next"] is None
         assert [entry["action"] for entry in whole["data"]] == [
@@ -130,7 +177,11 @@ async def test_the_audit_log_is_read_in_pages_and_by_tenant(api: Api) -> None:
 async def test_the_audit_log_tells_what_tenants_and_keys_were_given(api: Api) -> None:
     async with api.admin as admin:
         await admin.post("/v1/tenants", json={"name": "acme", "limits": {"adapters": 3}})
-        given = {"scopes": ["infer"], "limits": {"requests_per_minute": 5}, "expires_at": "2100-01-01T00:00:00Z"}
+        given = {
+            "scopes": ["infer"],
+            "limits": {"requests_per_minute": 5},
+            "expires_at": "2100-01-01T00:00:00Z",
+        }
         await admin.post("/v1/tenants/acme/keys", json=given)
         key, tenant = (await admin.get("/v1/audit")).json()["data"]
     defaults = asdict(api.services.config.tenant_defaults)

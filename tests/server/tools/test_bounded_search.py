@@ -28,7 +28,9 @@ def fields(*, closes: Mapping[str, Any] | None = None, **calls: Any) -> dict[str
         "transform": CALL,
         "repeats": True,
     }
-    about_calls = {name: value for name, value in {**about_calls, **calls}.items() if value is not None}
+    about_calls = {
+        name: value for name, value in {**about_calls, **calls}.items() if value is not None
+    }
     return {"content": dict(closes or {}), "tool_calls": about_calls}
 
 
@@ -52,7 +54,9 @@ def tokenizer_of(own: Any) -> Tokenizer:
 
 def plan(own: Any) -> AnswerPlan:
     answer = known_format(tokenizer_of(own))
-    return plan_answer(answer, [tool("ping", x={"type": "string"})], "Hi <|assistant|>", shows_reasoning=True)
+    return plan_answer(
+        answer, [tool("ping", x={"type": "string"})], "Hi <|assistant|>", shows_reasoning=True
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +75,9 @@ def _short_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["open", "close", "end of content", "tags"],
 )
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_expressions_that_take_for_ever_end_the_answer(own: dict[str, Any], text: str, size: int) -> None:
+def test_expressions_that_take_for_ever_end_the_answer(
+    own: dict[str, Any], text: str, size: int
+) -> None:
     reader = plan(template(own)).reader()
     with pytest.raises(InvalidRequestError, match="computing time") as refusal:
         read_whole(reader, text, size)
@@ -96,7 +102,9 @@ def test_the_start_of_answers_is_looked_for_in_bounded_time() -> None:
 def test_sound_expressions_read_calls(size: int) -> None:
     text = "Look. <call ping><x>lamp</x></call>" * 20
     reader = plan(template(fields(**tags(CALL_TAGS)))).reader()
-    readings = [reader.read(text[start : start + size], [])[0] for start in range(0, len(text), size)]
+    readings = [
+        reader.read(text[start : start + size], [])[0] for start in range(0, len(text), size)
+    ]
     calls = [call for reading in readings for call in reading.calls]
     assert [(call.name, call.arguments) for call in calls] == [("ping", '{"x": "lamp"}')] * 20
 
@@ -109,7 +117,10 @@ def test_sound_expressions_read_calls(size: int) -> None:
         (template(fields(open_pattern="(")), "invalid open_pattern"),
         (template(fields(**tags("("))), "no regular expression"),
         (template(fields(content="xml-inline")), "no regular expression"),
-        (template(fields(content="xml-inline", content_args={"tag_pattern": 5})), "no regular expression"),
+        (
+            template(fields(content="xml-inline", content_args={"tag_pattern": 5})),
+            "no regular expression",
+        ),
         (
             template(
                 fields(
@@ -132,7 +143,9 @@ async def test_a_chat_that_is_given_up_is_answered_and_billed(api: Api, acme: Cl
     use_tokenizer(api, tokenizer_of(template(fields(closes={"close_pattern": SLOW}))))
     api.engine.write = lambda _: LETTERS
     asked = {"model": BASE, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400}
-    asked["tools"] = [{"type": "function", "function": {"name": "ping", "parameters": {"type": "object"}}}]
+    asked["tools"] = [
+        {"type": "function", "function": {"name": "ping", "parameters": {"type": "object"}}}
+    ]
     answer = await acme.post("/v1/chat/completions", json=asked)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "response_template_unusable"

@@ -23,7 +23,13 @@ FAMILIES = [name for name, row in rows().items() if "calls" in row]
 REQUIRED, AUTO = ToolChoice(mode="required"), ToolChoice(mode="auto")
 TOOLS = (
     tool("where_is", strict=True, item={"type": "string"}),
-    tool("add", strict=True, a={"type": "integer"}, b_={"type": "number"}, how_={"enum": ["fast", "slow"]}),
+    tool(
+        "add",
+        strict=True,
+        a={"type": "integer"},
+        b_={"type": "number"},
+        how_={"enum": ["fast", "slow"]},
+    ),
     tool("ping", strict=True),
 )
 LAMP: Call = ("where_is", {"item": "lamp"})
@@ -32,9 +38,18 @@ PING: Call = ("ping", {})
 
 
 def grammar(
-    name: str, tools: Sequence[Tool] = TOOLS, choice: ToolChoice = AUTO, *, is_checked: bool = True, **fields: Any
+    name: str,
+    tools: Sequence[Tool] = TOOLS,
+    choice: ToolChoice = AUTO,
+    *,
+    is_checked: bool = True,
+    **fields: Any,
 ) -> LLMatcher:
-    writer = CallGrammar(format=family(name), special_tokens=family_tokenizer(name).grammar_tokens, json_rule=json_rule)
+    writer = CallGrammar(
+        format=family(name),
+        special_tokens=family_tokenizer(name).grammar_tokens,
+        json_rule=json_rule,
+    )
     text = writer.lark(tools=tools, choice=choice, **fields)
     if is_checked:
         text = checked_grammar(text, "tools", family_tokenizer(name).folder).text
@@ -86,7 +101,10 @@ def test_several_calls_only_where_the_client_takes_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_without_strict_auto_holds_the_name_and_the_notation_alone(name: str) -> None:
-    loose = [Tool(type="function", function=each.function.model_copy(update={"strict": None})) for each in TOOLS]
+    loose = [
+        Tool(type="function", function=each.function.model_copy(update={"strict": None}))
+        for each in TOOLS
+    ]
     auto = grammar(name, tools=loose)
     assert takes(name, auto, written(name, [("add", {"a": "one", "z": [1, {"y": None}]})]))
     assert takes(name, auto, written(name, [("add", {})]))
@@ -152,7 +170,9 @@ def test_arguments_are_an_object_whatever_else_a_schema_allows(kind: Any) -> Non
     if "object" in kind:
         matcher = grammar("hermes", tools=[odd], choice=REQUIRED)
         assert takes("hermes", matcher, written("hermes", [("odd", {"a": 1})]))
-        assert not takes("hermes", matcher, written("hermes", [("odd", {"a": 1})]).replace('{"a": 1}', "null"))
+        assert not takes(
+            "hermes", matcher, written("hermes", [("odd", {"a": 1})]).replace('{"a": 1}', "null")
+        )
         return
     with pytest.raises(InvalidRequestError) as refusal:
         grammar("hermes", tools=[odd], choice=REQUIRED)
@@ -186,13 +206,21 @@ def test_keys_that_the_parser_cannot_read_are_refused(name: str, key: str) -> No
 
 
 def test_optional_parameters_may_be_left_out_in_any_combination() -> None:
-    tools = [tool("f", strict=True, **{key: {"type": "integer"} for key in ("a_", "b_", "c", "d_")})]
+    tools = [
+        tool("f", strict=True, **{key: {"type": "integer"} for key in ("a_", "b_", "c", "d_")})
+    ]
     for name in ("hermes", "qwen_xml", "gemma4", "olmo3"):
         matcher = grammar(name, tools=tools)
         for keys in ("c", "ac", "bc", "abc", "cd", "abcd", "acd"):
-            assert takes(name, matcher, written(name, [("f", dict.fromkeys(keys, 1))])), (name, keys)
+            assert takes(name, matcher, written(name, [("f", dict.fromkeys(keys, 1))])), (
+                name,
+                keys,
+            )
         for keys in ("", "a", "ab", "abd", "ca"):
-            assert not takes(name, matcher, written(name, [("f", dict.fromkeys(keys, 1))])), (name, keys)
+            assert not takes(name, matcher, written(name, [("f", dict.fromkeys(keys, 1))])), (
+                name,
+                keys,
+            )
 
 
 def mutations(item: Item) -> Iterator[tuple[str, list[Call]]]:
@@ -203,8 +231,13 @@ def mutations(item: Item) -> Iterator[tuple[str, list[Call]]]:
     yield "wrong name", [(f"{name}x", arguments), *others]
     yield "extra key", [(name, {**arguments, "zz": 1}), *others]
     for key in schema["required"][:1]:
-        yield "missing required", [(name, {each: arguments[each] for each in arguments if each != key}), *others]
-    typed = [key for key in arguments if schema["properties"][key].get("type") not in (None, "string")]
+        yield (
+            "missing required",
+            [(name, {each: arguments[each] for each in arguments if each != key}), *others],
+        )
+    typed = [
+        key for key in arguments if schema["properties"][key].get("type") not in (None, "string")
+    ]
     for key in typed[:1]:
         yield "wrong type", [(name, {**arguments, key: "x"}), *others]
 
@@ -219,14 +252,18 @@ def check(name: str, item: Item, *, is_checked: bool = True) -> int:
         assert not takes(name, matcher, written(name, mutated)), (name, item.id, why)
         num += 1
     if len(calls) > 1:
-        single = grammar(name, tools=item.tools, choice=REQUIRED, is_checked=is_checked, is_parallel=False)
+        single = grammar(
+            name, tools=item.tools, choice=REQUIRED, is_checked=is_checked, is_parallel=False
+        )
         assert not takes(name, single, written(name, calls)), (name, item.id, "parallel")
         num += 1
     return num
 
 
 def test_a_share_of_bfcl_is_held_by_every_family() -> None:
-    counts = [check(FAMILIES[index % len(FAMILIES)], item) for index, item in enumerate(items(step=7))]
+    counts = [
+        check(FAMILIES[index % len(FAMILIES)], item) for index, item in enumerate(items(step=7))
+    ]
     assert len(counts) == 358
     assert sum(counts) > 4 * len(counts)
 

@@ -23,10 +23,14 @@ class Counted(dict[str, Any]):
 def test_each_definition_is_followed_once() -> None:
     last = 14
     defs: dict[str, Any] = {
-        f"d{level}": {"anyOf": [{"$ref": f"#/$defs/d{level + 1}"}, {"$ref": f"#/$defs/d{level + 1}"}]}
+        f"d{level}": {
+            "anyOf": [{"$ref": f"#/$defs/d{level + 1}"}, {"$ref": f"#/$defs/d{level + 1}"}]
+        }
         for level in range(last)
     }
-    root = Counted({"$defs": Counted({**defs, f"d{last}": {"type": ["integer", "string", "null"]}})})
+    root = Counted(
+        {"$defs": Counted({**defs, f"d{last}": {"type": ["integer", "string", "null"]}})}
+    )
     assert kinds({"$ref": "#/$defs/d0"}, root) == ["integer", "null", "string"]
     assert root["$defs"].num_lookups <= 2 * (last + 1)
 
@@ -54,7 +58,9 @@ def test_odd_schemas_say_what_they_can(schema: Any, expected: list[str]) -> None
     assert kinds(schema, {"$defs": defs}) == expected
 
 
-def test_schemas_are_read_once_a_request_and_only_for_values_in_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schemas_are_read_once_a_request_and_only_for_values_in_tags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read: list[str] = []
 
     def typed(tool: Any) -> dict[str, Any]:

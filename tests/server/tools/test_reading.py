@@ -8,12 +8,25 @@ from typing import Any
 import pytest
 
 from manylora.errors import InvalidRequestError
-from manylora.server.tools.reading import MAX_HELD, AnswerPlan, CallPiece, Reading, joined_calls, plan_answer
+from manylora.server.tools.reading import (
+    MAX_HELD,
+    AnswerPlan,
+    CallPiece,
+    Reading,
+    joined_calls,
+    plan_answer,
+)
 from tool_models import family, tool
 
 TOOLS = (
     tool("where_is", item={"type": "string"}),
-    tool("add", a={"type": "integer"}, b_={"type": "number"}, tags_={"type": "array"}, exact_={"type": "boolean"}),
+    tool(
+        "add",
+        a={"type": "integer"},
+        b_={"type": "number"},
+        tags_={"type": "array"},
+        exact_={"type": "boolean"},
+    ),
     tool("ping"),
 )
 LAMP: tuple[str, Any] = ("where_is", {"item": "lamp"})
@@ -34,7 +47,8 @@ class Row:
 
 def hermes(*calls: tuple[str, Any]) -> str:
     return "\n".join(
-        f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(args)}}}\n</tool_call>' for name, args in calls
+        f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(args)}}}\n</tool_call>'
+        for name, args in calls
     )
 
 
@@ -43,7 +57,9 @@ def dumps(arguments: object) -> str:
 
 
 def objects(*calls: tuple[str, Any]) -> str:
-    return ", ".join(f'{{"name": "{name}", "arguments": {dumps(arguments)}}}' for name, arguments in calls)
+    return ", ".join(
+        f'{{"name": "{name}", "arguments": {dumps(arguments)}}}' for name, arguments in calls
+    )
 
 
 XML_ADD = (
@@ -52,17 +68,32 @@ XML_ADD = (
     "</function>\n</tool_call>"
 )
 XML_ODD = (
-    f"<tool_call>\n<function=where_is>\n<parameter=item>\n{ODD[1]['item']}\n</parameter>\n</function>\n</tool_call>"
+    f"<tool_call>\n<function=where_is>\n<parameter=item>\n{ODD[1]['item']}\n</parameter>\n"
+    "</function>\n</tool_call>"
 )
-HARMONY_CALL = '<|channel|>commentary to=functions.where_is <|constrain|>json<|message|>{"item": "lamp"}'
+HARMONY_CALL = (
+    '<|channel|>commentary to=functions.where_is <|constrain|>json<|message|>{"item": "lamp"}'
+)
 GEMMA_ADD = '<|tool_call>call:add{a:1,b:2.5,tags:[<|"|>x<|"|>,{y:null}],exact:true}<tool_call|>'
 ROWS = [
     Row("hermes", "Hello, world. ", content="Hello, world. "),
     Row("hermes", " Hi <tool> </tool_call>", content=" Hi <tool> </tool_call>"),
     Row("hermes", hermes(LAMP), [LAMP]),
-    Row("hermes", f"Let me see.\n\n{hermes(LAMP, ODD, ADD, PING)}\n", [LAMP, ODD, ADD, PING], "Let me see."),
-    Row("hermes", f"<think>\nThe <tool_call>\n</think>\n\n{hermes(ODD)}", [ODD], reasoning="The <tool_call>"),
-    Row("hermes", f"hm\n</think>\n\nYes. {hermes(LAMP)} Bye", [LAMP], "Yes.  Bye", "hm", "<think>\n"),
+    Row(
+        "hermes",
+        f"Let me see.\n\n{hermes(LAMP, ODD, ADD, PING)}\n",
+        [LAMP, ODD, ADD, PING],
+        "Let me see.",
+    ),
+    Row(
+        "hermes",
+        f"<think>\nThe <tool_call>\n</think>\n\n{hermes(ODD)}",
+        [ODD],
+        reasoning="The <tool_call>",
+    ),
+    Row(
+        "hermes", f"hm\n</think>\n\nYes. {hermes(LAMP)} Bye", [LAMP], "Yes.  Bye", "hm", "<think>\n"
+    ),
     Row("hermes", "Fine. ", content="Fine. ", prefix="<think>\n\n</think>\n\n"),
     Row("hermes", '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>', [("add", {"a": 1})]),
     Row(
@@ -77,24 +108,54 @@ ROWS = [
     Row("qwen_xml", "<tool_call>\n<function=ping>\n</function>\n</tool_call>", [PING]),
     Row("llama3", f'{{"name": "where_is", "parameters": {dumps(ODD[1])}}}', [ODD]),
     Row("llama3", '{"name": "ping", "parameters": {}}', [PING]),
-    Row("llama3", 'As {"name": "ping", "parameters": {}} shows', content='As {"name": "ping", "parameters": {}} shows'),
+    Row(
+        "llama3",
+        'As {"name": "ping", "parameters": {}} shows',
+        content='As {"name": "ping", "parameters": {}} shows',
+    ),
     Row("mistral_v3", f"[TOOL_CALLS] [{objects(LAMP, ODD, ADD)}]", [LAMP, ODD, ADD]),
     Row("mistral_v3", "[1] is a list", content="[1] is a list"),
-    Row("mistral", f"[TOOL_CALLS]where_is[ARGS]{dumps(ODD[1])}[TOOL_CALLS]ping[ARGS]{{}}", [ODD, PING]),
+    Row(
+        "mistral",
+        f"[TOOL_CALLS]where_is[ARGS]{dumps(ODD[1])}[TOOL_CALLS]ping[ARGS]{{}}",
+        [ODD, PING],
+    ),
     Row("mistral", "[THINK]why[/THINK]Because.", content="Because.", reasoning="why"),
     Row("mistral", '[TOOL_CALLS]where_is[CALL_ID]123456789[ARGS]{"item": "lamp"}', [LAMP]),
     Row("gemma4", GEMMA_ADD, [ADD]),
     Row("gemma4", f"<|channel>thought\nhm\n<channel|>Ok.{GEMMA_ADD}", [ADD], "Ok.", "hm"),
     Row("harmony", HARMONY_CALL, [LAMP]),
-    Row("harmony", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY_CALL}", [LAMP], "", "Hm."),
+    Row(
+        "harmony",
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY_CALL}",
+        [LAMP],
+        "",
+        "Hm.",
+    ),
     Row("harmony", "<|channel|>final<|message|>Hello {you}.", [], "Hello {you}."),
-    Row("harmony", ' to=functions.where_is<|channel|>commentary json<|message|>{"item": "lamp"}', [LAMP]),
+    Row(
+        "harmony",
+        ' to=functions.where_is<|channel|>commentary json<|message|>{"item": "lamp"}',
+        [LAMP],
+    ),
     Row("phi4_mini", f"functools[{objects(LAMP, ADD)}]", [LAMP, ADD]),
     Row("phi4_mini", "import functools[0]", content="import functools[0]"),
     Row("olmo3", '<function_calls>where_is(item="lamp")\nping()</function_calls>', [LAMP, PING]),
-    Row("olmo3", "<function_calls>add(a=1, b=2.5, tags=['x', {'y': None}], exact=True)</function_calls>", [ADD]),
-    Row("olmo3", "<function_calls>add(1)</function_calls>", content="<function_calls>add(1)</function_calls>"),
-    Row("olmo3", "<function_calls>add(**{})</function_calls>", content="<function_calls>add(**{})</function_calls>"),
+    Row(
+        "olmo3",
+        "<function_calls>add(a=1, b=2.5, tags=['x', {'y': None}], exact=True)</function_calls>",
+        [ADD],
+    ),
+    Row(
+        "olmo3",
+        "<function_calls>add(1)</function_calls>",
+        content="<function_calls>add(1)</function_calls>",
+    ),
+    Row(
+        "olmo3",
+        "<function_calls>add(**{})</function_calls>",
+        content="<function_calls>add(**{})</function_calls>",
+    ),
     Row(
         "lfm2",
         '<|tool_call_start|>[add(a=1, b=2.5, tags=["x", {"y": null}], exact=true)]<|tool_call_end|>Wait.',
@@ -128,7 +189,11 @@ def read(row: Row, *cuts: int) -> Reading:
 def shown(reading: Reading) -> tuple[str, str, list[tuple[str | None, Any]]]:
     calls = joined_calls(reading.calls)
     assert [call.index for call in calls] == list(range(len(calls)))
-    return reading.content, reading.reasoning, [(call.name, json.loads(call.arguments)) for call in calls]
+    return (
+        reading.content,
+        reading.reasoning,
+        [(call.name, json.loads(call.arguments)) for call in calls],
+    )
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.family}-{row.text[:20]!r}")
@@ -143,7 +208,11 @@ def test_every_family_is_read_in_pieces_of_any_size(row: Row) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("hermes", hermes(ODD)), ("mistral", f"[TOOL_CALLS]where_is[ARGS]{dumps(ODD[1])}"), ("harmony", HARMONY_CALL)],
+    [
+        ("hermes", hermes(ODD)),
+        ("mistral", f"[TOOL_CALLS]where_is[ARGS]{dumps(ODD[1])}"),
+        ("harmony", HARMONY_CALL),
+    ],
 )
 def test_the_raw_arguments_stream_while_they_grow(name: str, text: str) -> None:
     reader = AnswerPlan(format=family(name), tools=TOOLS).reader()
@@ -166,7 +235,9 @@ def test_the_raw_arguments_stream_while_they_grow(name: str, text: str) -> None:
         ("mistral_v3", f"[TOOL_CALLS] [{objects(LAMP)}", []),
     ],
 )
-def test_a_call_that_is_cut_is_given_as_far_as_it_came(name: str, text: str, calls: list[tuple[str, str]]) -> None:
+def test_a_call_that_is_cut_is_given_as_far_as_it_came(
+    name: str, text: str, calls: list[tuple[str, str]]
+) -> None:
     reader = AnswerPlan(format=family(name), tools=TOOLS).reader()
     reading, _ = reader.read(text, [])
     assert reader.close(reading, is_cut=True)
@@ -221,20 +292,32 @@ GEMMA_MARK = '<|tool_call>call:where_is{item:<|"|>}<tool_call|> " {<|"|>}<tool_c
     [
         ("hermes", hermes(MARK, LAMP), [MARK, LAMP]),
         ("hermes", hermes(MARK, LAMP).replace("<tool_call>\n", "<tool_call>"), [MARK, LAMP]),
-        ("mistral", f"[TOOL_CALLS]where_is[ARGS]{dumps(MARK[1])}[TOOL_CALLS]ping[ARGS]{{}}", [MARK, PING]),
+        (
+            "mistral",
+            f"[TOOL_CALLS]where_is[ARGS]{dumps(MARK[1])}[TOOL_CALLS]ping[ARGS]{{}}",
+            [MARK, PING],
+        ),
         ("gemma4", f"{GEMMA_MARK}{GEMMA_ADD}", [("where_is", {"item": '}<tool_call|> " {'}), ADD]),
         ("qwen_xml", XML_MARK, [XML_TAGS]),
     ],
 )
-def test_a_mark_within_arguments_ends_nothing(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
+def test_a_mark_within_arguments_ends_nothing(
+    name: str, text: str, calls: list[tuple[str, Any]]
+) -> None:
     assert shown(read(Row(name, text))) == ("", "", calls)
     for size in (1, 2, 3, 7):
         assert shown(read(Row(name, text), *range(size, len(text), size))) == ("", "", calls)
 
 
 def test_after_a_call_may_come_a_call_or_text() -> None:
-    both = '{"name": "ping", "parameters": {}}; {"name": "where_is", "parameters": {"item": "lamp"}}'
-    for text, content in ((both, ""), (f'{both}\n{{"name": "drop"}}', '{"name": "drop"}'), (f"{both} Bye", "Bye")):
+    both = (
+        '{"name": "ping", "parameters": {}}; {"name": "where_is", "parameters": {"item": "lamp"}}'
+    )
+    for text, content in (
+        (both, ""),
+        (f'{both}\n{{"name": "drop"}}', '{"name": "drop"}'),
+        (f"{both} Bye", "Bye"),
+    ):
         for cuts in ((), range(1, len(text))):
             assert shown(read(Row("llama3", text), *cuts)) == (content, "", [PING, LAMP])
     other = f'{both[:34]} {{"name": "drop", "parameters": {{}}}}'
@@ -247,11 +330,21 @@ def test_after_a_call_may_come_a_call_or_text() -> None:
         ("hermes", '<tool_call>{"name": "ping", "arguments": {a: 1}}</tool_call>', ["{a: 1}"]),
         ("hermes", '<tool_call>{"name": "ping", "arguments": {"a": 1', ['{"a": 1']),
         ("hermes", f'<tool_call>{{"name": "ping", "arguments": {{"a": {DEEP}', [f'{{"a": {DEEP}']),
-        ("mistral", '[TOOL_CALLS]ping[ARGS]{"a": [1}}[TOOL_CALLS]ping[ARGS]{}', ['{"a": [1}}', "{}"]),
-        ("llama3", f'{{"name": "ping", "parameters": {{"a": {DEEP}{"]" * 3000}}}', [f'{{"a": {DEEP}{"]" * 3000}}}']),
+        (
+            "mistral",
+            '[TOOL_CALLS]ping[ARGS]{"a": [1}}[TOOL_CALLS]ping[ARGS]{}',
+            ['{"a": [1}}', "{}"],
+        ),
+        (
+            "llama3",
+            f'{{"name": "ping", "parameters": {{"a": {DEEP}{"]" * 3000}}}',
+            [f'{{"a": {DEEP}{"]" * 3000}}}'],
+        ),
     ],
 )
-def test_a_call_whose_arguments_are_no_json_counts_as_cut(name: str, text: str, arguments: list[str]) -> None:
+def test_a_call_whose_arguments_are_no_json_counts_as_cut(
+    name: str, text: str, arguments: list[str]
+) -> None:
     reader = AnswerPlan(format=family(name), tools=TOOLS).reader()
     reading, _ = reader.read(text, [])
     assert reader.close(reading, is_cut=False)
@@ -261,7 +354,10 @@ def test_a_call_whose_arguments_are_no_json_counts_as_cut(name: str, text: str, 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("qwen_xml", f"<tool_call>\n<function=add>\n<parameter=tags>\n{DEEP}\n</parameter>\n</function>\n</tool_call>"),
+        (
+            "qwen_xml",
+            f"<tool_call>\n<function=add>\n<parameter=tags>\n{DEEP}\n</parameter>\n</function>\n</tool_call>",
+        ),
         ("mistral_v3", f"[TOOL_CALLS]{DEEP}"),
         ("phi4_mini", f"functools{DEEP}"),
         ("gemma4", f"<|tool_call>call:add{{tags:{DEEP}}}"),
@@ -275,7 +371,9 @@ def test_what_is_no_whole_call_stays_content_as_it_was_written(name: str, text: 
         assert (reading.content, reading.calls) == (text, [])
 
 
-@pytest.mark.parametrize("value", ['{"function": "ping"}', "[5]", '{"name": "ping", "arguments": 5}', "null"])
+@pytest.mark.parametrize(
+    "value", ['{"function": "ping"}', "[5]", '{"name": "ping", "arguments": 5}', "null"]
+)
 def test_json_that_is_no_call_is_content(value: str) -> None:
     reading = read(Row("mistral_v3", f"[TOOL_CALLS]{value}"))
     assert (reading.content, reading.calls) == (f"[TOOL_CALLS]{value}", [])
@@ -353,7 +451,9 @@ def test_without_tools_a_call_is_text() -> None:
 
 def test_lone_surrogates_in_arguments_can_be_sent() -> None:
     reader = AnswerPlan(format=family("olmo3"), tools=TOOLS).reader()
-    reading, _ = reader.read('<function_calls>where_is(item="\\ud83d\\ude00 \\ud800")</function_calls>', [])
+    reading, _ = reader.read(
+        '<function_calls>where_is(item="\\ud83d\\ude00 \\ud800")</function_calls>', []
+    )
     assert reading.calls[0].arguments.encode() == b'{"item": "\\ud83d\\ude00 \\ud800"}'
 
 

@@ -43,20 +43,43 @@ def test_a_price_file_is_read_exactly(tmp_path: Path) -> None:
         ("currency: EUR", "per_million_tokens: is required"),
         (f"currency: 'E U'\nper_million_tokens: {{default: {DEFAULT}}}", "currency: "),
         ("currency: EUR\nper_million_tokens: {}", "must have default"),
-        (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, acme: {DEFAULT}}}", "TENANT/ADAPTER"),
-        (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, a/B: {DEFAULT}}}", "TENANT/ADAPTER"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: 1}}", "default.cached: is required"),
+        (
+            f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, acme: {DEFAULT}}}",
+            "TENANT/ADAPTER",
+        ),
+        (
+            f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, a/B: {DEFAULT}}}",
+            "TENANT/ADAPTER",
+        ),
+        (
+            "currency: EUR\nper_million_tokens: {default: {prompt: 1}}",
+            "default.cached: is required",
+        ),
         (
             "currency: EUR\nper_million_tokens: {default: {prompt: 0.00001, cached: 0, completion: 0}}",
             "prompt: must be a number of at most 4 decimal places, got 1e-05",
         ),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: -1, cached: 0, completion: 0}}", "default.prompt"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: true, cached: 0, completion: 0}}", "default.prompt"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: .inf, cached: 0, completion: 0}}", "default.prompt"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: x, cached: 0, completion: 0}}", "default.prompt"),
+        (
+            "currency: EUR\nper_million_tokens: {default: {prompt: -1, cached: 0, completion: 0}}",
+            "default.prompt",
+        ),
+        (
+            "currency: EUR\nper_million_tokens: {default: {prompt: true, cached: 0, completion: 0}}",
+            "default.prompt",
+        ),
+        (
+            "currency: EUR\nper_million_tokens: {default: {prompt: .inf, cached: 0, completion: 0}}",
+            "default.prompt",
+        ),
+        (
+            "currency: EUR\nper_million_tokens: {default: {prompt: x, cached: 0, completion: 0}}",
+            "default.prompt",
+        ),
     ],
 )
-def test_a_wrong_price_file_is_refused_with_the_place(tmp_path: Path, content: str, told: str) -> None:
+def test_a_wrong_price_file_is_refused_with_the_place(
+    tmp_path: Path, content: str, told: str
+) -> None:
     (tmp_path / "prices.yaml").write_text(content)
     with pytest.raises(ConfigError, match=told):
         read_prices(tmp_path / "prices.yaml")
@@ -82,8 +105,13 @@ async def test_usage_shows_its_cost_where_there_are_prices(api: Api, tmp_path: P
     assert round(float(usage["totals"]["cost"]) * 10**10) == sum(units.values())
     answer = await api.admin.get("/v1/usage?group_by=tenant&format=csv")
     assert answer.headers["content-type"].startswith("text/csv")
-    rows = [(row["tenant"], row["completion_tokens"], row["cost"]) for row in csv.DictReader(io.StringIO(answer.text))]
-    assert rows == [(row["tenant"], str(row["completion_tokens"]), row["cost"]) for row in usage["data"]]
+    rows = [
+        (row["tenant"], row["completion_tokens"], row["cost"])
+        for row in csv.DictReader(io.StringIO(answer.text))
+    ]
+    assert rows == [
+        (row["tenant"], str(row["completion_tokens"]), row["cost"]) for row in usage["data"]
+    ]
 
 
 async def test_usage_is_filtered_grouped_by_status_and_listed_by_event(api: Api) -> None:
@@ -98,7 +126,10 @@ async def test_usage_is_filtered_grouped_by_status_and_listed_by_event(api: Api)
     by_status = (await acme.get("/v1/usage?group_by=status")).json()["data"]
     assert [(row["status"], row["requests"]) for row in by_status] == [("length", 2), ("stop", 1)]
     events = (await acme.get("/v1/usage/events")).json()
-    assert [(event["request_id"], event["adapter"], event["version"], event["status"]) for event in events["data"]] == [
+    assert [
+        (event["request_id"], event["adapter"], event["version"], event["status"])
+        for event in events["data"]
+    ] == [
         ("a", None, None, "stop"),
         ("b", "support", 1, "length"),
         ("c", "support", 1, "length"),
@@ -114,12 +145,18 @@ async def test_usage_is_filtered_grouped_by_status_and_listed_by_event(api: Api)
     assert sums.headers["x-manylora-next"] == pages["next"]
     by_adapter: dict[str, Any] = {"group_by": "adapter", "format": "csv", "limit": "1"}
     one = await acme.get("/v1/usage", params=by_adapter)
-    last = await acme.get("/v1/usage", params={**by_adapter, "after": one.headers["x-manylora-next"]})
-    rows = [row["adapter"] for part in (one, last) for row in csv.DictReader(io.StringIO(part.text))]
+    last = await acme.get(
+        "/v1/usage", params={**by_adapter, "after": one.headers["x-manylora-next"]}
+    )
+    rows = [
+        row["adapter"] for part in (one, last) for row in csv.DictReader(io.StringIO(part.text))
+    ]
     assert (sorted(rows), "x-manylora-next" in last.headers) == (["", "support"], False)
     page = await acme.get("/v1/usage/events?format=csv&limit=2")
     assert page.headers["x-manylora-next"] == first["next"]
-    assert [row["id"] for row in csv.DictReader(io.StringIO(page.text))] == [event["id"] for event in first["data"]]
+    assert [row["id"] for row in csv.DictReader(io.StringIO(page.text))] == [
+        event["id"] for event in first["data"]
+    ]
     assert (await acme.get("/v1/usage/events?bucket=1h")).status_code == 400
 
 

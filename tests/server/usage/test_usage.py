@@ -22,9 +22,15 @@ from manylora.server.usage.schemas import OrganizationUsagePage, UsageList
 pytestmark = pytest.mark.anyio
 
 
-async def test_usage_adds_up_by_tenant_adapter_version_and_key_and_a_tenant_sees_only_its_own(api: Api) -> None:
+async def test_usage_adds_up_by_tenant_adapter_version_and_key_and_a_tenant_sees_only_its_own(
+    api: Api,
+) -> None:
     await upload(await api.tenant("acme"), "pirate")
-    seen = [await api.ask("acme"), await api.ask("acme", model="pirate", n=2), await api.ask("rival", prompt="xyz")]
+    seen = [
+        await api.ask("acme"),
+        await api.ask("acme", model="pirate", n=2),
+        await api.ask("rival", prompt="xyz"),
+    ]
     for group in ("", "tenant", "adapter", "tenant,adapter,version,key"):
         body = (await api.admin.get("/v1/usage", params={"group_by": group, "bucket": "1h"})).json()
         usage = UsageList.model_validate(body)
@@ -38,7 +44,10 @@ async def test_usage_adds_up_by_tenant_adapter_version_and_key_and_a_tenant_sees
     assert rows == {("acme", None, None), ("acme", "pirate", 1), ("rival", None, None)}
     own = (await (await api.tenant("rival")).get("/v1/usage", params={"group_by": "tenant"})).json()
     assert [row["tenant"] for row in own["data"]] == ["rival"]
-    assert (own["totals"]["requests"], own["totals"]["completion_tokens"]) == (1, seen[2]["completion_tokens"])
+    assert (own["totals"]["requests"], own["totals"]["completion_tokens"]) == (
+        1,
+        seen[2]["completion_tokens"],
+    )
     assert (await api.admin.get("/v1/usage?tenant=rival")).json()["totals"] == own["totals"]
 
 
@@ -52,7 +61,9 @@ async def test_the_largest_adapters_have_rows_and_the_others_one(api: Api) -> No
     params: dict[str, Any] = {"group_by": "adapter", "bucket": "1d", "tz": "Asia/Kolkata"}
     params |= {"top": 2, "rank_by": "requests"}
     body = (await api.admin.get("/v1/usage", params=params)).json()
-    shown: Counter[tuple[str | None, bool]] = Counter()  # of two days, where midnight came meanwhile
+    shown: Counter[tuple[str | None, bool]] = (
+        Counter()
+    )  # of two days, where midnight came meanwhile
     for row in body["data"]:
         shown[row["adapter"], row["other"]] += row["requests"]
     assert shown == {("acme/pirate", False): 3, ("acme/poet", False): 2, (None, True): 2}
@@ -71,7 +82,9 @@ async def test_the_largest_adapters_have_rows_and_the_others_one(api: Api) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/usage", "/v1/usage/latency"])
-async def test_the_adapter_of_a_row_is_the_filter_for_what_the_row_sums_up(api: Api, path: str) -> None:
+async def test_the_adapter_of_a_row_is_the_filter_for_what_the_row_sums_up(
+    api: Api, path: str
+) -> None:
     acme, rival, zeta = [await api.tenant(name) for name in ("acme", "rival", "zeta")]
     for owner in (acme, rival, zeta):
         await upload(owner, "qv")
@@ -129,23 +142,34 @@ async def test_usage_in_openais_shape(api: Api) -> None:
     await upload(await api.tenant("acme"), "pirate")
     used = await api.ask("acme", model="pirate")
     now = int(time.time())
-    params: dict[str, Any] = {"start_time": now - 7200, "bucket_width": "1h", "group_by[]": ["model", "project_id"]}
+    params: dict[str, Any] = {
+        "start_time": now - 7200,
+        "bucket_width": "1h",
+        "group_by[]": ["model", "project_id"],
+    }
 
     async def ask(**more: Any) -> dict[str, Any]:
-        answer = await api.admin.get("/v1/organization/usage/completions", params={**params, **more})
+        answer = await api.admin.get(
+            "/v1/organization/usage/completions", params={**params, **more}
+        )
         return dict(answer.json())
 
     page = OrganizationUsagePage.model_validate(await ask())
     (result,) = [result for bucket in page.data for result in bucket.results]
     assert (result.model, result.project_id, result.num_model_requests) == ("pirate", "acme", 1)
-    assert (result.input_tokens, result.output_tokens) == (used["prompt_tokens"], used["completion_tokens"])
+    assert (result.input_tokens, result.output_tokens) == (
+        used["prompt_tokens"],
+        used["completion_tokens"],
+    )
     assert not page.has_more
     short = await ask(limit=1)
     assert short["has_more"]
     assert len(short["data"]) + len((await ask(page=short["next_page"]))["data"]) == len(page.data)
 
 
-async def test_a_failed_upload_of_usage_is_no_good_end(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_upload_of_usage_is_no_good_end(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def full(_: object) -> None:
         raise CapacityError("The journal's disk is full.", code="storage.full")
 
@@ -164,8 +188,12 @@ async def test_cached_tokens_are_a_part_of_the_prompt_everywhere(api: Api) -> No
     client = await api.tenant("acme")
     prompts = ["one prompt", "another longer prompt"]
     cached = sum(len(demo_tokenizer().encode(prompt)) // 2 for prompt in prompts)
-    completed = (await client.post("/v1/completions", json={"model": "pirate", "prompt": prompts})).json()["usage"]
-    assert completed["prompt_tokens"] == sum(len(demo_tokenizer().encode(prompt)) for prompt in prompts)
+    completed = (
+        await client.post("/v1/completions", json={"model": "pirate", "prompt": prompts})
+    ).json()["usage"]
+    assert completed["prompt_tokens"] == sum(
+        len(demo_tokenizer().encode(prompt)) for prompt in prompts
+    )
     assert completed["prompt_tokens_details"] == {"cached_tokens": cached}
     chat = {"model": "pirate", "messages": [{"role": "user", "content": "When are you open?"}]}
     answered = (await client.post("/v1/chat/completions", json=chat)).json()["usage"]
@@ -174,13 +202,25 @@ async def test_cached_tokens_are_a_part_of_the_prompt_everywhere(api: Api) -> No
     total = cached + answered["prompt_tokens_details"]["cached_tokens"]
     for grouped in ("", "adapter", "tenant,adapter,version,key"):
         body = (await client.get("/v1/usage", params={"group_by": grouped, "bucket": "1h"})).json()
-        assert body["totals"]["cached_tokens"] == sum(row["cached_tokens"] for row in body["data"]) == total
+        assert (
+            body["totals"]["cached_tokens"]
+            == sum(row["cached_tokens"] for row in body["data"])
+            == total
+        )
     assert (await client.get("/v1/adapters/pirate")).json()["usage"]["cached_tokens"] == total
     params = {"start_time": int(time.time()) - 60}
     page = (await api.admin.get("/v1/organization/usage/completions", params=params)).json()
-    assert sum(result["input_cached_tokens"] for bucket in page["data"] for result in bucket["results"]) == total
+    assert (
+        sum(
+            result["input_cached_tokens"] for bucket in page["data"] for result in bucket["results"]
+        )
+        == total
+    )
     text = (await api.admin.get("/metrics")).text
-    assert f'manylora_tokens_total{{adapter="acme/pirate",kind="cached",tenant="acme"}} {total}.0' in text
+    assert (
+        f'manylora_tokens_total{{adapter="acme/pirate",kind="cached",tenant="acme"}} {total}.0'
+        in text
+    )
 
 
 async def test_streams_tell_cached_tokens_from_the_first_chunk_on(api: Api) -> None:
@@ -189,7 +229,11 @@ async def test_streams_tell_cached_tokens_from_the_first_chunk_on(api: Api) -> N
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"model": BASE, "prompt": "a few tokens", "stream": True, "stream_options": options}
     text = (await client.post("/v1/completions", json=body)).text
-    chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+    chunks = [
+        json.loads(line.removeprefix("data: "))
+        for line in text.split("\n\n")
+        if line.startswith("data: {")
+    ]
     assert {chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks} == {2}
     assert (await api.admin.get("/v1/usage")).json()["totals"]["cached_tokens"] == 2
 
@@ -210,7 +254,9 @@ async def test_cached_tokens_of_many_choices_are_those_of_the_first_also_when_it
 
     monkeypatch.setattr(api.engine, "generate", first_choice_last)
     prompt = demo_tokenizer().encode("the same prompt for all")
-    api.engine.cached = lambda request: 1 if request.choice_index == 0 else len(request.prompt_token_ids) - 1
+    api.engine.cached = lambda request: (
+        1 if request.choice_index == 0 else len(request.prompt_token_ids) - 1
+    )
     client = await api.tenant("acme")
     body = {"model": BASE, "prompt": [prompt, prompt], "n": 3, "max_tokens": 5, "stream": stream}
     assert (await client.post("/v1/completions", json=body)).status_code == 200
@@ -225,10 +271,21 @@ async def test_an_echoed_prompt_is_billed_once_for_all_choices(
     api: Api, stream: bool, logprobs: int | None, max_tokens: int
 ) -> None:
     """Also where each choice computes the prompt itself, as for the log-probabilities of its tokens."""
-    prompts = [demo_tokenizer().encode(text) for text in ("a prompt that comes back", "and another")]
-    body = {"model": BASE, "prompt": prompts, "echo": True, "n": 3, "max_tokens": max_tokens, "stream": stream}
+    prompts = [
+        demo_tokenizer().encode(text) for text in ("a prompt that comes back", "and another")
+    ]
+    body = {
+        "model": BASE,
+        "prompt": prompts,
+        "echo": True,
+        "n": 3,
+        "max_tokens": max_tokens,
+        "stream": stream,
+    }
     client = await api.tenant("acme")
-    answer = await client.post("/v1/completions", json={**body, "logprobs": logprobs, "ignore_eos": True})
+    answer = await client.post(
+        "/v1/completions", json={**body, "logprobs": logprobs, "ignore_eos": True}
+    )
     assert answer.status_code == 200, answer.text
     (event,) = (await client.get("/v1/usage/events")).json()["data"]
     expected = (sum(map(len, prompts)), 6 * max_tokens)

@@ -24,7 +24,9 @@ async def test_a_pause_and_its_end_are_visible(api: Api) -> None:
         engine = (await api.admin.get("/v1/engine")).json()
         ready = await api.client().get("/ready")
         assert ready.status_code == 200
-        (gauge,) = [line for line in metrics.splitlines() if line.startswith("manylora_engine_paused ")]
+        (gauge,) = [
+            line for line in metrics.splitlines() if line.startswith("manylora_engine_paused ")
+        ]
         return paused, ready.json()["status"], engine["pause"], gauge.split()[1]
 
     assert await shown() == (False, "ready", None, "0.0")
@@ -38,7 +40,9 @@ async def test_a_pause_and_its_end_are_visible(api: Api) -> None:
             assert (answer.status_code, answer.json()) == (200, {"status": "resumed"})
     assert await shown() == (False, "ready", None, "0.0")
     told = [(entry["event"], entry.get("mode"), entry["by"]) for entry in logs]
-    assert told == [("engine_paused", "keep", "admin")] * 2 + [("engine_resumed", None, "admin")] * 2
+    assert (
+        told == [("engine_paused", "keep", "admin")] * 2 + [("engine_resumed", None, "admin")] * 2
+    )
 
 
 async def test_without_a_mode_running_requests_end(api: Api, acme: Client) -> None:
@@ -89,7 +93,9 @@ async def test_a_mode_that_does_not_exist_is_refused(api: Api) -> None:
     assert not api.engine.is_paused
 
 
-async def test_the_cache_is_reset_unless_something_uses_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_cache_is_reset_unless_something_uses_it(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api.engine.cached_pages = 5
     assert (await api.admin.post("/reset_prefix_cache")).json() == {"success": True}
     monkeypatch.setattr(api.engine, "reset_prefix_cache", lambda: None)
@@ -105,7 +111,10 @@ async def test_facts_have_vllms_names(api: Api) -> None:
     config, ready = info["vllm_config"], demo_ready()
     assert config["model_config"]["served_model_name"] == BASE
     assert config["model_config"]["max_model_len"] == ready.max_model_len
-    assert config["lora_config"] == {"max_loras": ready.memory.slots, "max_lora_rank": ready.max_rank}
+    assert config["lora_config"] == {
+        "max_loras": ready.memory.slots,
+        "max_lora_rank": ready.max_rank,
+    }
     assert config["cache_config"]["block_size"] == ready.geometry.page_tokens
     assert config["cache_config"]["cache_dtype"] == "auto"
     assert config["scheduler_config"]["max_num_batched_tokens"] == ready.memory.step_tokens
@@ -117,6 +126,8 @@ async def test_facts_have_vllms_names(api: Api) -> None:
 
 async def test_the_fingerprint_of_answers_names_the_format_of_the_weights(api: Api) -> None:
     ready = demo_ready()
-    rounded = replace(api.services, ready=replace(ready, memory=replace(ready.memory, weights="int8")))
+    rounded = replace(
+        api.services, ready=replace(ready, memory=replace(ready.memory, weights="int8"))
+    )
     assert api.services.fingerprint.endswith("-float32-bf16")
     assert rounded.fingerprint == f"{api.services.fingerprint.removesuffix('bf16')}int8"

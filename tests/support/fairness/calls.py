@@ -35,7 +35,10 @@ class Record:
     @property
     def gaps_s(self) -> list[float]:
         """Between two tokens."""
-        return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+        return [
+            after - before
+            for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)
+        ]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ class Records:
 
     def ttft_s(self, share: float, now_s: float) -> float:
         """A percentile of the times to the first token; who still waits counts with the time waited so far."""
-        return percentile([(*record.token_times_s, now_s)[0] - record.call.at_s for record in self.all], share)
+        return percentile(
+            [(*record.token_times_s, now_s)[0] - record.call.at_s for record in self.all], share
+        )
 
     def itl_s(self, share: float) -> float:
         """A percentile of the times between two tokens."""

@@ -79,9 +79,15 @@ class CostedRunner(AtOnce):
             context += chunk.start + count
             if chunk.adapter is not None:
                 slots[chunk.adapter.slot, chunk.adapter.generation] = chunk.adapter.digest
-            token_id = None if chunk.sample is None else (chunk.start * 31 + chunk.sample.seed) % 1000
+            token_id = (
+                None if chunk.sample is None else (chunk.start * 31 + chunk.sample.seed) % 1000
+            )
             results.append(ChunkResult(request_id=chunk.request_id, token_id=token_id))
-        step_s = max(costs.weights_s, num_tokens * costs.token_s) + context * costs.context_s + costs.launch_s
+        step_s = (
+            max(costs.weights_s, num_tokens * costs.token_s)
+            + context * costs.context_s
+            + costs.launch_s
+        )
         step_s += sum(self._ranks[digest] for digest in slots.values()) * costs.rank_s
         step_s += (len(plan.swap_out) + len(plan.swap_in) + len(plan.copies)) * costs.page_copy_s
         self._time.advance(step_s)
@@ -108,7 +114,12 @@ class FetchingLoader:
     """
 
     def __init__(
-        self, time: VirtualTime, images: HostImages, slab: SimulatedSlab, num_pages: Mapping[str, int], fetch_s: float
+        self,
+        time: VirtualTime,
+        images: HostImages,
+        slab: SimulatedSlab,
+        num_pages: Mapping[str, int],
+        fetch_s: float,
     ) -> None:
         self._time = time
         self._images = images

@@ -88,9 +88,14 @@ class VirtualEngine(SimulatedEngine):
             host_pages=settings.host_pages,
             max_swap_pages=settings.host_pages // 2,
             slots=settings.slots,
-            make_loader=lambda images, slab: FetchingLoader(self.time, images, slab, num_pages, settings.fetch_s),
+            make_loader=lambda images, slab: FetchingLoader(
+                self.time, images, slab, num_pages, settings.fetch_s
+            ),
             copier=self._copier,
-            executors=(VirtualExecutor(self.time, settings.load_threads), VirtualExecutor(self.time, 1)),
+            executors=(
+                VirtualExecutor(self.time, settings.load_threads),
+                VirtualExecutor(self.time, 1),
+            ),
             is_caching=settings.is_caching,
             prices=UNIT_PRICES,
         )
@@ -114,7 +119,9 @@ class VirtualEngine(SimulatedEngine):
     @property
     def loads_per_use(self) -> float:
         """Loads for each load that a step then computed with: 1 where no adapter left the device before it was used."""
-        return (self._num_loads_ever - self._loads_before) / max(len(self.runner.slot_uses - self._slots_at_start), 1)
+        return (self._num_loads_ever - self._loads_before) / max(
+            len(self.runner.slot_uses - self._slots_at_start), 1
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -178,7 +185,9 @@ class VirtualEngine(SimulatedEngine):
         record.ended_s = self.time.now_s
         if record.call.follow is not None:
             self._num_due += 1
-            heapq.heappush(self._due, (self.time.now_s, self._num_due, record.call.follow(self.time.now_s)))
+            heapq.heappush(
+                self._due, (self.time.now_s, self._num_due, record.call.follow(self.time.now_s))
+            )
 
     def _observe(self, plan: StepPlan, ended_s: float) -> None:
         self.service.note(plan, ended_s, self._owners)
@@ -198,7 +207,9 @@ class VirtualEngine(SimulatedEngine):
         for index in self.settings.on_device:
             self._bring(self._refs[index])
         if self.loader.num_fetches:
-            raise ValueError("the adapters that are there at the start do not fit the host slab: raise host_pages")
+            raise ValueError(
+                "the adapters that are there at the start do not fit the host slab: raise host_pages"
+            )
         self._copier.page_copy_s = self.settings.costs.page_copy_s
 
     def _bring(self, ref: AdapterRef) -> None:
@@ -207,7 +218,9 @@ class VirtualEngine(SimulatedEngine):
             self.time.advance(0)
             self.residency.tick(0)
         if self.residency.state(ref.digest) != "device":
-            raise ValueError("the adapters that are there at the start do not fit the device: raise num_pages or slots")
+            raise ValueError(
+                "the adapters that are there at the start do not fit the device: raise num_pages or slots"
+            )
         self.residency.release_hold(ref.digest)
         lease = self.residency.acquire(ref.digest)
         if lease is not None:

@@ -50,7 +50,9 @@ def _play(policy: str, calls: Iterable[Call], until_s: float, **settings: Any) -
     return VirtualEngine(EngineSettings(policy=policy, **settings)).play(calls, until_s=until_s)
 
 
-def _ttft_p95(engine: VirtualEngine, *tenants: str, start_s: float = 0.0, end_s: float = float("inf")) -> float:
+def _ttft_p95(
+    engine: VirtualEngine, *tenants: str, start_s: float = 0.0, end_s: float = float("inf")
+) -> float:
     return engine.records.of(*tenants).between(start_s, end_s).ttft_s(0.95, engine.time.now_s)
 
 
@@ -72,8 +74,12 @@ def backlogged(policy: str, weight_of_a: float, has_many_adapters: bool) -> Virt
 @cache
 def backlogged_for_long(policy: str) -> VirtualEngine:
     """200 seconds of a device that is four times slower, with few rows, so that they are soon played."""
-    slow = CostModel(weights_s=14e-3, token_s=76e-6, context_s=120e-9, rank_s=4.88e-6, launch_s=2e-3)
-    calls = together(*(Client(tenant=tenant, sizes=lognormal(256, 8)).always(32) for tenant in "ab"))
+    slow = CostModel(
+        weights_s=14e-3, token_s=76e-6, context_s=120e-9, rank_s=4.88e-6, launch_s=2e-3
+    )
+    calls = together(
+        *(Client(tenant=tenant, sizes=lognormal(256, 8)).always(32) for tenant in "ab")
+    )
     return _play(policy, calls, 200, rows=16, is_caching=False, costs=slow)
 
 
@@ -85,21 +91,29 @@ def gap_over_200_s(policy: str) -> float:
 def growth_of_gap(policy: str) -> float:
     """The gap over 200 seconds by the largest one inside ten parts of it: 1 where nothing adds up over time."""
     service = backlogged_for_long(policy).service
-    parts = [service.max_gap("a", "b", EQUAL, max(start_s, 1), start_s + 20) for start_s in range(0, 200, 20)]
+    parts = [
+        service.max_gap("a", "b", EQUAL, max(start_s, 1), start_s + 20)
+        for start_s in range(0, 200, 20)
+    ]
     return gap_over_200_s(policy) / max(parts)
 
 
-def error_of_shares(policy: str, weight_of_a: float = 1.0, has_many_adapters: bool = False) -> float:
+def error_of_shares(
+    policy: str, weight_of_a: float = 1.0, has_many_adapters: bool = False
+) -> float:
     """How far the shares of two backlogged tenants are from their weights, as a part of the share."""
     shares = backlogged(policy, weight_of_a, has_many_adapters).service.shares(1, 10)
     weights = {"a": weight_of_a, "b": 1.0}
-    return max(abs(shares[tenant] * sum(weights.values()) / weights[tenant] - 1) for tenant in weights)
+    return max(
+        abs(shares[tenant] * sum(weights.values()) / weights[tenant] - 1) for tenant in weights
+    )
 
 
 def error_of_long_prompts(policy: str) -> float:
     """The error of the shares where one tenant has prompts of 4,096 tokens and the other of 256."""
     calls = together(
-        Client(tenant="a", sizes=fixed(4_096, 16)).always(32), Client(tenant="b", sizes=fixed(256, 16)).always(96)
+        Client(tenant="a", sizes=fixed(4_096, 16)).always(32),
+        Client(tenant="b", sizes=fixed(256, 16)).always(96),
     )
     return abs(_play(policy, calls, 16, is_caching=False).service.shares(2, 16)["a"] / 0.5 - 1)
 
@@ -107,7 +121,8 @@ def error_of_long_prompts(policy: str) -> float:
 def error_of_changed_weights(policy: str) -> float:
     """How far the share of a is from 3/4 before its weight changes at second 5, and from 1/2 two seconds after."""
     calls = together(
-        Client(tenant="a", weight=lambda at_s: 3.0 if at_s < 5 else 1.0).always(96), Client(tenant="b").always(96)
+        Client(tenant="a", weight=lambda at_s: 3.0 if at_s < 5 else 1.0).always(96),
+        Client(tenant="b").always(96),
     )
     service = _play(policy, calls, 11).service
     return max(abs(service.shares(1, 5)["a"] / 0.75 - 1), abs(service.shares(7, 11)["a"] / 0.5 - 1))
@@ -122,7 +137,9 @@ def quiet_beside_flood(policy: str) -> float:
         Client(tenant="flood", adapters=among(range(100))).poisson(2 * CAPACITY),
         Client(tenant="quiet", adapters=among([100])).poisson(4.0),
     )
-    return _ttft_p95(_play(policy, calls, 10, num_pages=20_000, ranks=(16,) * 101, on_device=range(101)), "quiet")
+    return _ttft_p95(
+        _play(policy, calls, 10, num_pages=20_000, ranks=(16,) * 101, on_device=range(101)), "quiet"
+    )
 
 
 @cache
@@ -145,7 +162,9 @@ def quiet_beside_streams(policy: str) -> float:
 def flood_beside_quiet(policy: str) -> float:
     """Service of the 200 streams, by what is left beside the quiet tenant's."""
     served, alone = streams(policy, True, True).service, streams(policy, True, False).service
-    return served.served("flood", 2, 10) / (alone.served("flood", 2, 10) - served.served("quiet", 2, 10))
+    return served.served("flood", 2, 10) / (
+        alone.served("flood", 2, 10) - served.served("quiet", 2, 10)
+    )
 
 
 # Ten tenants of Zipf demand at one and a half times what the engine can do.
@@ -155,7 +174,11 @@ def flood_beside_quiet(policy: str) -> float:
 def ten_tenants(policy: str) -> VirtualEngine:
     parts = [1 / (index + 1) for index in range(10)]
     rates = [1.5 * CAPACITY * part / sum(parts) for part in parts]
-    return _play(policy, together(*(Client(tenant=f"t{i}").poisson(rate) for i, rate in enumerate(rates))), 10)
+    return _play(
+        policy,
+        together(*(Client(tenant=f"t{i}").poisson(rate) for i, rate in enumerate(rates))),
+        10,
+    )
 
 
 def fairness_of_ten(policy: str) -> float:
@@ -189,7 +212,9 @@ KV_PAGES = 2_400
 
 
 @cache
-def thousands(policy: str, num_on_device: int | None, rate: float = 0.5 * CAPACITY) -> VirtualEngine:
+def thousands(
+    policy: str, num_on_device: int | None, rate: float = 0.5 * CAPACITY
+) -> VirtualEngine:
     """Ten seconds with room for so many adapters beside the KV cache; None has room for all that are asked for.
 
     The most popular adapters have been asked before: the host slab has images of 1,600, and the device has what fits.
@@ -230,7 +255,9 @@ def long_prompts(policy: str) -> VirtualEngine:
 def steady_beside(policy: str, rate_at: Callable[[float], float]) -> float:
     """TTFT p95 of a tenant at 0.4 of the capacity beside one whose rate changes, up to twice the capacity."""
     other = Client(tenant="a").varying(rate_at, 2 * CAPACITY)
-    return _ttft_p95(_play(policy, together(other, Client(tenant="b").poisson(0.4 * CAPACITY)), 8), "b")
+    return _ttft_p95(
+        _play(policy, together(other, Client(tenant="b").poisson(0.4 * CAPACITY)), 8), "b"
+    )
 
 
 # Short and long outputs of one tenant: 80 % of its calls are short.
@@ -248,7 +275,11 @@ def short_with_mlfq(policy: str) -> float:
     A call that has not ended counts with its time so far.
     """
     mlfq, fcfs = (
-        fmean((record.ended_s or 16) - record.call.at_s for record in run.records.all if record.call.num_output == 32)
+        fmean(
+            (record.ended_s or 16) - record.call.at_s
+            for record in run.records.all
+            if record.call.num_output == 32
+        )
         for run in (short_and_long(policy, "mlfq"), short_and_long("fcfs", "fifo"))
     )
     return mlfq / fcfs
@@ -276,7 +307,10 @@ def itl_by_target(policy: str, itl_target_ms: float) -> float:
 
 def tokens_with_target(policy: str, itl_target_ms: float) -> float:
     """Tokens computed, by those without a target."""
-    return with_target(policy, itl_target_ms).runner.num_tokens / with_target(policy, None).runner.num_tokens
+    return (
+        with_target(policy, itl_target_ms).runner.num_tokens
+        / with_target(policy, None).runner.num_tokens
+    )
 
 
 # The batch lane beside interactive requests.
@@ -292,12 +326,16 @@ def chats(policy: str, load: float, has_batch: bool) -> VirtualEngine:
 def steps_added_by_batch(policy: str) -> float:
     """TTFT p95 of chats beside a batch less that of chats alone, in steps of the chats alone."""
     alone, beside = chats(policy, 0.5, False), chats(policy, 0.5, True)
-    return (_ttft_p95(beside, "chat") - _ttft_p95(alone, "chat")) / alone.records.of("chat").itl_s(0.5)
+    return (_ttft_p95(beside, "chat") - _ttft_p95(alone, "chat")) / alone.records.of("chat").itl_s(
+        0.5
+    )
 
 
 def stretch_by_batch(policy: str) -> float:
     """The median time between two tokens of chats beside a batch, by that of chats alone."""
-    beside, alone = (chats(policy, 0.5, has_batch).records.of("chat").itl_s(0.5) for has_batch in (True, False))
+    beside, alone = (
+        chats(policy, 0.5, has_batch).records.of("chat").itl_s(0.5) for has_batch in (True, False)
+    )
     return beside / alone
 
 
@@ -321,7 +359,11 @@ GOALS: tuple[Goal, ...] = (
     Goal("A-1 gap over 200 s by the largest over 20 s", growth_of_gap, 1.3),
     Goal("A-1 shares, 1:1", error_of_shares, 0.02),
     Goal("A-1 shares, 3:1", lambda policy: error_of_shares(policy, 3.0), 0.02),
-    Goal("A-1 shares, 100 adapters against 1", lambda policy: error_of_shares(policy, 1.0, True), 0.02),
+    Goal(
+        "A-1 shares, 100 adapters against 1",
+        lambda policy: error_of_shares(policy, 1.0, True),
+        0.02,
+    ),
     Goal("A-1 shares, long prompts against short", error_of_long_prompts, 0.02),
     Goal("A-2 TTFT p95 beside a flood, s", quiet_beside_flood, 0.06),
     Goal("A-2 TTFT p95 beside 200 streams of 400, by the bound", quiet_beside_streams, 1.0),
@@ -364,7 +406,11 @@ GOALS: tuple[Goal, ...] = (
         lambda policy: _ttft_p95(long_prompts(policy), "chat"),
         0.1,
     ),
-    Goal("W5 TTFT p95 of 20,000-token prompts, s", lambda policy: _ttft_p95(long_prompts(policy), "long"), 1.2),
+    Goal(
+        "W5 TTFT p95 of 20,000-token prompts, s",
+        lambda policy: _ttft_p95(long_prompts(policy), "long"),
+        1.2,
+    ),
     Goal(
         "W8 TTFT p95 beside on and off, s",
         lambda policy: steady_beside(policy, lambda at_s: 2 * CAPACITY * (at_s % 4 >= 2)),
@@ -377,11 +423,23 @@ GOALS: tuple[Goal, ...] = (
     ),
     Goal("W9 shares before and after weights change", error_of_changed_weights, 0.03),
     Goal("A-9 ITL p99 by a target of 7 ms", lambda policy: itl_by_target(policy, 7.0), 1.0),
-    Goal("A-9 tokens with a target of 7 ms", lambda policy: tokens_with_target(policy, 7.0), at_least=0.8),
+    Goal(
+        "A-9 tokens with a target of 7 ms",
+        lambda policy: tokens_with_target(policy, 7.0),
+        at_least=0.8,
+    ),
     Goal("A-12 mean time of short calls with MLFQ, by FCFS", short_with_mlfq, 0.1),
     Goal("A-12 worst pause with MLFQ less a step, s", pause_with_mlfq, 0.5),
     Goal("TTFT p95 beside a batch, steps more", steps_added_by_batch, 2),
     Goal("time per token beside a batch, by alone", stretch_by_batch, 1.3),
-    Goal("service of a batch beside half a load", lambda policy: service_of_batch(policy, 0.5), at_least=0.1),
-    Goal("service of a batch beside a full load", lambda policy: service_of_batch(policy, 2.0), at_least=0.04),
+    Goal(
+        "service of a batch beside half a load",
+        lambda policy: service_of_batch(policy, 0.5),
+        at_least=0.1,
+    ),
+    Goal(
+        "service of a batch beside a full load",
+        lambda policy: service_of_batch(policy, 2.0),
+        at_least=0.04,
+    ),
 )

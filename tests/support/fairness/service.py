@@ -51,7 +51,9 @@ class ServiceLog:
             num_output = max(end - max(first, num_prompt), 0)
             num_prompt_tokens = max(end - first, 0) - num_output
             units = prices.prompt_context * num_prompt_tokens * (first + end - num_output) / 2
-            units += prices.prompt * num_prompt_tokens + num_output * (prices.output + prices.context * end)
+            units += prices.prompt * num_prompt_tokens + num_output * (
+                prices.output + prices.context * end
+            )
             if chunk.adapter is not None:
                 units += prices.rank * self.ranks[chunk.adapter.digest] / rows[chunk.adapter.digest]
             sums[tenant] = sums.get(tenant, 0.0) + units
@@ -68,7 +70,9 @@ class ServiceLog:
         total = sum(served.values())
         return {tenant: units / total for tenant, units in served.items()}
 
-    def max_gap(self, one: str, other: str, weights: Mapping[str, float], start_s: float, end_s: float) -> float:
+    def max_gap(
+        self, one: str, other: str, weights: Mapping[str, float], start_s: float, end_s: float
+    ) -> float:
         """Largest difference of service per weight between two tenants over any window inside two seconds.
 
         The service of a window is a difference of sums, so the largest gap over all windows is the range that the
@@ -76,27 +80,37 @@ class ServiceLog:
         """
         first, last = bisect_left(self.times_s, start_s), bisect_right(self.times_s, end_s)
         ahead = [
-            sums.get(one, 0.0) / weights[one] - sums.get(other, 0.0) / weights[other] for sums in self.sums[first:last]
+            sums.get(one, 0.0) / weights[one] - sums.get(other, 0.0) / weights[other]
+            for sums in self.sums[first:last]
         ]
         return max(ahead) - min(ahead)
 
     def least_share(self, tenant: str, window_s: float, start_s: float, end_s: float) -> float:
         """The smallest share of a tenant in any window of so many seconds that ends with a step."""
-        first, last = bisect_left(self.times_s, start_s + window_s), bisect_right(self.times_s, end_s)
-        return min(self.shares(now_s - window_s, now_s)[tenant] for now_s in self.times_s[first:last])
+        first, last = (
+            bisect_left(self.times_s, start_s + window_s),
+            bisect_right(self.times_s, end_s),
+        )
+        return min(
+            self.shares(now_s - window_s, now_s)[tenant] for now_s in self.times_s[first:last]
+        )
 
     def _sum(self, tenant: str, until_s: float) -> float:
         index = bisect_right(self.times_s, until_s) - 1
         return self.sums[index].get(tenant, 0.0) if index >= 0 else 0.0
 
 
-def max_min_shares(demands: Mapping[str, float], total: float, weights: Mapping[str, float]) -> dict[str, float]:
+def max_min_shares(
+    demands: Mapping[str, float], total: float, weights: Mapping[str, float]
+) -> dict[str, float]:
     """What each tenant should get of `total` units: as much as it asks for, or an equal level per weight."""
     left, open_tenants = total, dict(demands)
     shares: dict[str, float] = {}
     while open_tenants:
         level = left / sum(weights[tenant] for tenant in open_tenants)
-        content = [tenant for tenant, demand in open_tenants.items() if demand <= level * weights[tenant]]
+        content = [
+            tenant for tenant, demand in open_tenants.items() if demand <= level * weights[tenant]
+        ]
         if not content:
             return shares | {tenant: level * weights[tenant] for tenant in open_tenants}
         for tenant in content:

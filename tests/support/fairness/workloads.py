@@ -114,7 +114,11 @@ def together(*streams: Iterable[Call]) -> Iterator[Call]:
     return heapq.merge(*streams, key=attrgetter("at_s"))
 
 
-def many_adapters(rate: float, num_adapters: int, seed: int = 1, tenants: int = 4) -> Iterator[Call]:
+def many_adapters(
+    rate: float, num_adapters: int, seed: int = 1, tenants: int = 4
+) -> Iterator[Call]:
     """Many adapters by a Zipf law, dealt out to some tenants; adapter 0 is the most popular."""
-    for call in Client(tenant="t", seed=seed, adapters=among(range(num_adapters), 0.9)).poisson(rate):
+    for call in Client(tenant="t", seed=seed, adapters=among(range(num_adapters), 0.9)).poisson(
+        rate
+    ):
         yield replace(call, tenant=f"t{(call.adapter or 0) % tenants}")

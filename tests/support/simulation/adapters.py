@@ -55,11 +55,15 @@ class LoadFaults:
 def image_of(digest: str, num_pages: int, images: HostImages, slab: SimulatedSlab) -> HostImage:
     """An adapter's image, in the slab where that has room; the caller adds it to the images."""
     slab_pages = images.reserve(num_pages) or ()
-    pages: Any = [slab.host_pages[page] for page in slab_pages] or [HostPage() for _ in range(num_pages)]
+    pages: Any = [slab.host_pages[page] for page in slab_pages] or [
+        HostPage() for _ in range(num_pages)
+    ]
     for index, page in enumerate(pages):
         page.content = Weights(digest, index)
     layout = LoraLayout(1, num_pages, ())
-    return HostImage(digest=digest, layout=layout, ranks={}, scalings={}, pages=pages, slab_pages=slab_pages)
+    return HostImage(
+        digest=digest, layout=layout, ranks={}, scalings={}, pages=pages, slab_pages=slab_pages
+    )
 
 
 class SimulatedLoader:
@@ -105,7 +109,9 @@ class SimulatedLoader:
         self._read(ref.digest)
         if size > self._max_pages:
             self.failed.add(ref.digest)
-            raise NeverFitsError(f"The adapter needs {size} pages; at most {self._max_pages} are there.")
+            raise NeverFitsError(
+                f"The adapter needs {size} pages; at most {self._max_pages} are there."
+            )
         image = image_of(ref.digest, size, self._images, self._slab)
         try:
             self._time.sleep(seconds / 4)
@@ -126,7 +132,9 @@ class SimulatedLoader:
             raise AdapterUnavailableError("The adapter's weights are not in the store.")
         if self._rng.random() < self._faults.fails:
             self.failed.add(digest)
-            raise self._rng.choice([OSError("disk"), MemoryError("host"), PlannedError("a fault of the loader")])
+            raise self._rng.choice(
+                [OSError("disk"), MemoryError("host"), PlannedError("a fault of the loader")]
+            )
 
 
 class SimulatedCopier:
@@ -160,8 +168,12 @@ class SimulatedCopier:
         """The same in no time."""
         self._write(sources, pages, lambda _seconds: None)
 
-    def _write(self, sources: Sequence[Any], pages: Sequence[int], sleep: Callable[[float], None]) -> None:
-        fails_at = self._rng.randrange(len(pages)) if self._rng.random() < self._faults.copy_fails else -1
+    def _write(
+        self, sources: Sequence[Any], pages: Sequence[int], sleep: Callable[[float], None]
+    ) -> None:
+        fails_at = (
+            self._rng.randrange(len(pages)) if self._rng.random() < self._faults.copy_fails else -1
+        )
         for index, (source, page) in enumerate(zip(sources, pages, strict=True)):
             sleep(self._faults.copy_s * self._rng.uniform(0.5, 1.5))
             if index == fails_at:

@@ -29,7 +29,9 @@ MAX_IDLE_S = 30.0
 STATUS_EVERY = 16
 """Pumps from one look at the engine's report of itself to the next; it takes longer than all other checks."""
 RUNNING = "with pages"
-UNOWNED = bytes(0 if state == "quarantine" else code for code, state in enumerate(PAGE_STATES)).ljust(256)
+UNOWNED = bytes(
+    0 if state == "quarantine" else code for code, state in enumerate(PAGE_STATES)
+).ljust(256)
 """Takes pages in quarantine for free ones."""
 Owners = dict[int, tuple[PageState, int]]
 """Kind and adapter slot of each page that somebody has."""
@@ -47,7 +49,9 @@ class Checks:
         fail: Takes note of what must not happen.
     """
 
-    def __init__(self, engine: SimulatedEngine, scenario: Scenario, device: DevicePages, fail: Fail) -> None:
+    def __init__(
+        self, engine: SimulatedEngine, scenario: Scenario, device: DevicePages, fail: Fail
+    ) -> None:
         self._engine = engine
         self._scenario = scenario
         self._device = device
@@ -78,12 +82,16 @@ class Checks:
             if state is None or state.status != "running" or not state.has_row:
                 self._fail(f"{chunk.request_id} is in the step without a row: {state}")
         if len(self._ran) != len(plan.chunks) or len(plan.chunks) > self._scenario.max_running:
-            self._fail(f"step {plan.step} has {len(plan.chunks)} chunks for {len(self._ran)} requests")
+            self._fail(
+                f"step {plan.step} has {len(plan.chunks)} chunks for {len(self._ran)} requests"
+            )
         if plan.num_tokens > self._scenario.step_tokens:
             self._fail(f"step {plan.step} computes {plan.num_tokens} tokens")
         self._num_barren = 0 if plan.chunks else self._num_barren + 1
         if self._num_barren > MAX_BARREN_STEPS:
-            self._fail(f"{self._num_barren} steps in a row computed nothing, up to step {plan.step}")
+            self._fail(
+                f"{self._num_barren} steps in a row computed nothing, up to step {plan.step}"
+            )
 
     def look(self, core: EngineCore, open_requests: Set[str]) -> None:
         """After a pump; `open_requests` are those that clients wait for."""
@@ -92,7 +100,9 @@ class Checks:
         except ManyloraError as error:
             self._fail(f"check: {error}")
         if self._table.requests.keys() != open_requests:
-            self._fail(f"known to scheduler or client alone: {self._table.requests.keys() ^ open_requests}")
+            self._fail(
+                f"known to scheduler or client alone: {self._table.requests.keys() ^ open_requests}"
+            )
         self._check_owners()
         self._check_contents()
         self._check_uses()
@@ -115,10 +125,14 @@ class Checks:
             since_s = self._idle_since.get(RUNNING, now_s)
             self._idle_since = {RUNNING: since_s}
             if now_s - since_s > MAX_PAUSED_S:
-                self._fail(f"nothing was computed for {MAX_PAUSED_S} seconds, but requests have pages")
+                self._fail(
+                    f"nothing was computed for {MAX_PAUSED_S} seconds, but requests have pages"
+                )
             return
         entries = engine.residency.entries.values()
-        waiting = sum(entry.num_pages for entry in entries if entry.stage is Stage.DEVICE and entry.holds)
+        waiting = sum(
+            entry.num_pages for entry in entries if entry.stage is Stage.DEVICE and entry.holds
+        )
         available = engine.evictor.num_available + waiting - engine.pool.capacity // 8
         able: dict[str, float] = {}
         for state in self._table.waiting:
@@ -130,7 +144,9 @@ class Checks:
         self._idle_since = able
         overlooked = [key for key, since_s in able.items() if now_s - since_s > MAX_IDLE_S]
         if overlooked:
-            self._fail(f"nothing was computed for {MAX_IDLE_S} seconds, but these could run: {overlooked}")
+            self._fail(
+                f"nothing was computed for {MAX_IDLE_S} seconds, but these could run: {overlooked}"
+            )
 
     def _check_owners(self) -> Owners:
         """Every page that the pool does not count as free has exactly one owner, of the kind that the pool says."""
@@ -155,8 +171,14 @@ class Checks:
         for page, (kind, _) in owners.items():
             expected[page - 1] = PAGE_STATES.index(kind)
         if states != expected:
-            wrong = [page for page, codes in enumerate(zip(states, expected, strict=True), 1) if len(set(codes)) > 1]
-            self._fail(f"the pool has {[(page, self._engine.pool.state(page), owners.get(page)) for page in wrong]}")
+            wrong = [
+                page
+                for page, codes in enumerate(zip(states, expected, strict=True), 1)
+                if len(set(codes)) > 1
+            ]
+            self._fail(
+                f"the pool has {[(page, self._engine.pool.state(page), owners.get(page)) for page in wrong]}"
+            )
         return owners
 
     def _check_contents(self) -> None:
@@ -164,7 +186,10 @@ class Checks:
         contents = self._device.contents
         published = {}
         for block in self._engine.prefixes.blocks:
-            cells = [content.cells if isinstance(content := contents[page], Keys) else [] for page in block.pages]
+            cells = [
+                content.cells if isinstance(content := contents[page], Keys) else []
+                for page in block.pages
+            ]
             before = self._published.get(block)
             if before is None:
                 before = [list(row) for row in cells]
@@ -182,13 +207,18 @@ class Checks:
     def _check_uses(self) -> None:
         """Adapters are counted as used by as many requests as use them."""
         residency = self._engine.residency
-        running = Counter(state.lease.digest for state in self._table.running if state.lease is not None)
+        running = Counter(
+            state.lease.digest for state in self._table.running if state.lease is not None
+        )
         holding = Counter(state.digest for state in self._table.waiting if state.is_holding)
         for digest in self._scenario.adapters:
             entry = residency.entries.get(digest)
             if running[digest] != (entry.running if entry is not None else 0):
                 self._fail(f"{running[digest]} requests run with {digest[:14]}: {entry}")
-            if holding[digest] != (entry.holds if entry is not None else 0) and digest not in residency.untold:
+            if (
+                holding[digest] != (entry.holds if entry is not None else 0)
+                and digest not in residency.untold
+            ):
                 self._fail(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
 
     def _check_status(self, core: EngineCore) -> None:
@@ -201,16 +231,28 @@ class Checks:
         waiting = {tenant: load.waiting for tenant, load in status.tenants.items() if load.waiting}
         if waiting != Counter(state.tenant for state in self._table.waiting):
             self._fail(f"the status has waiting requests {waiting}")
-        slots = {resident.digest: resident.slot for resident in status.residents if resident.slot >= 0}
-        if slots != {entry.ref.digest: entry.slot for entry in self._engine.residency.entries.values() if entry.pages}:
+        slots = {
+            resident.digest: resident.slot for resident in status.residents if resident.slot >= 0
+        }
+        if slots != {
+            entry.ref.digest: entry.slot
+            for entry in self._engine.residency.entries.values()
+            if entry.pages
+        }:
             self._fail(f"the status has slots {slots}")
         expected = [owners.get(page, (pool.state(page), -1)) for page in range(1, pool.num_pages)]
         told = status.page_map
         assert told is not None
-        shown = [(use.kind, use.owner) for count, index in told.runs for use in [told.uses[index]] * count]
+        shown = [
+            (use.kind, use.owner)
+            for count, index in told.runs
+            for use in [told.uses[index]] * count
+        ]
         if shown != expected or told.pages_per_cell != 1:
             self._fail(f"the status shows {shown}, not {expected}")
-        if Counter(kind for kind, _ in shown) != Counter({kind: n for kind, n in status.pages.items() if n}):
+        if Counter(kind for kind, _ in shown) != Counter(
+            {kind: n for kind, n in status.pages.items() if n}
+        ):
             self._fail(f"the status shows {Counter(shown)} and counts {status.pages}")
 
     def _check_progress(self) -> None:
@@ -230,16 +272,22 @@ class Checks:
         paused = [state.request_id for state in table.order.paused]
         rows = [state.request_id for state in table.running if state.has_row]
         if sorted(waiting + paused + rows) != sorted(table.requests):
-            self._fail(f"waiting {waiting}, paused {paused}, in the step {rows}: not each request once")
+            self._fail(
+                f"waiting {waiting}, paused {paused}, in the step {rows}: not each request once"
+            )
         if {state.request_id for state in table.running if not state.has_row} != set(paused):
             self._fail(f"paused are {paused}, without a row are others")
         if len(rows) > self._scenario.max_running or len(rows) != table.num_rows:
-            self._fail(f"{rows} have rows, of {self._scenario.max_running}; told are {table.num_rows}")
+            self._fail(
+                f"{rows} have rows, of {self._scenario.max_running}; told are {table.num_rows}"
+            )
         before, self._bypasses = self._bypasses, {}
         for state in table.waiting:
             was = before.get(state.request_id, 0)
             if state.num_bypasses > was >= MAX_BYPASSES and state.num_bypasses < was + MAX_BYPASSES:
-                self._fail(f"{state.request_id} was overtaken in {state.num_bypasses} steps")  # a stall adds the limit
+                self._fail(
+                    f"{state.request_id} was overtaken in {state.num_bypasses} steps"
+                )  # a stall adds the limit
             self._bypasses[state.request_id] = state.num_bypasses
 
     def _check_paused(self) -> None:
@@ -255,7 +303,11 @@ class Checks:
             held = before.get(state.request_id)
             if held is None:
                 self.num_pauses += 1
-            elif held != standing and held[2] == state.num_preemptions and state.request_id not in self._ran:
+            elif (
+                held != standing
+                and held[2] == state.num_preemptions
+                and state.request_id not in self._ran
+            ):
                 self._fail(f"{state.request_id} was paused with {held}, and now has {standing}")
             if state.num_computed and not state.pages.table.num_blocks:
                 self._fail(f"{state.request_id} is paused without pages")
@@ -279,6 +331,8 @@ class Checks:
             for name, child in share.children.items():
                 key = (share.ticket, name)
                 if child.counter < self._counters.get(key, 0.0) - 1e-9:
-                    self._fail(f"the counter of {key} fell from {self._counters.get(key, 0.0)} to {child.counter}")
+                    self._fail(
+                        f"the counter of {key} fell from {self._counters.get(key, 0.0)} to {child.counter}"
+                    )
                 self._counters[key] = child.counter
                 left.append(child)

@@ -36,13 +36,19 @@ def compare_overlap(seed: int, play: Callable[[int, bool], Played] = play) -> in
     if _same_requests_end(draw(seed)):
         differing |= apart.keys() ^ overlapped.keys()
     if differing:
-        shown = "".join(f"\n  {key}: {apart.get(key)} and {overlapped.get(key)}" for key in sorted(differing))
-        raise AssertionError(f"seed {seed}: requests end otherwise with overlap than without:{shown}")
+        shown = "".join(
+            f"\n  {key}: {apart.get(key)} and {overlapped.get(key)}" for key in sorted(differing)
+        )
+        raise AssertionError(
+            f"seed {seed}: requests end otherwise with overlap than without:{shown}"
+        )
     return len(both)
 
 
 def _ends(simulation: Simulation) -> dict[str, End]:
-    lasts = {request_id: (life.tokens, life.outputs[-1]) for request_id, life in simulation.lives.items()}
+    lasts = {
+        request_id: (life.tokens, life.outputs[-1]) for request_id, life in simulation.lives.items()
+    }
     return {
         request_id: (tokens, last.finish_reason, last.computed_prompt_tokens)
         for request_id, (tokens, last) in lasts.items()
@@ -52,7 +58,19 @@ def _ends(simulation: Simulation) -> dict[str, End]:
 
 def _same_requests_end(scenario: Scenario) -> bool:
     """Whether nothing that depends on the moment (an abort, a deadline, a fault) decides which requests end."""
-    has_deadlines = any(action.request and action.request.flow.deadline_s for action in scenario.actions)
+    has_deadlines = any(
+        action.request and action.request.flow.deadline_s for action in scenario.actions
+    )
     faults = scenario.faults
-    has_faults = scenario.step_raises or scenario.unsound or faults.fails or faults.hangs or faults.copy_fails
-    return {action.verb for action in scenario.actions} == {"submit"} and not has_deadlines and not has_faults
+    has_faults = (
+        scenario.step_raises
+        or scenario.unsound
+        or faults.fails
+        or faults.hangs
+        or faults.copy_fails
+    )
+    return (
+        {action.verb for action in scenario.actions} == {"submit"}
+        and not has_deadlines
+        and not has_faults
+    )

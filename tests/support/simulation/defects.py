@@ -87,7 +87,9 @@ def lease_an_older_generation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         residency.Residency,
         "acquire",
-        lambda self, digest: (at := acquire(self, digest)) and at._replace(generation=at.generation - 1),
+        lambda self, digest: (
+            (at := acquire(self, digest)) and at._replace(generation=at.generation - 1)
+        ),
     )
 
 
@@ -125,7 +127,9 @@ def trust_names_that_leave_out_what_is_before(patch: pytest.MonkeyPatch) -> None
                 super().extend(token_ids[start : start + self._block_tokens])
             self._last = seed
 
-    def find(self: PrefixCache, chain: TokenChain, most: int, known: object = ()) -> list[PrefixBlock]:
+    def find(
+        self: PrefixCache, chain: TokenChain, most: int, known: object = ()
+    ) -> list[PrefixBlock]:
         blocks = map(self._blocks.get, chain.digests[:most])
         return [block for block in takewhile(bool, blocks) if block is not None]
 
@@ -157,7 +161,9 @@ def leave_pages_as_they_were_found(patch: pytest.MonkeyPatch) -> None:
 def swap_pages_in_out_of_order(patch: pytest.MonkeyPatch) -> None:
     take = SwapSpace.take
     patch.setattr(
-        SwapSpace, "take", lambda self, count: pages and pages[::-1] if (pages := take(self, count)) else pages
+        SwapSpace,
+        "take",
+        lambda self, count: pages and pages[::-1] if (pages := take(self, count)) else pages,
     )
     swap_out = KvPages._swap_out
 
@@ -278,7 +284,9 @@ def believe_in_a_swap_that_failed(patch: pytest.MonkeyPatch) -> None:
 def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) -> None:
     allocate = PagePool.allocate
 
-    def forgetful(self: PagePool, count: int, kind: PageKind, owner: int = NO_OWNER) -> list[int] | None:
+    def forgetful(
+        self: PagePool, count: int, kind: PageKind, owner: int = NO_OWNER
+    ) -> list[int] | None:
         return allocate(self, count, kind, NO_OWNER if kind == "kv" else owner)
 
     patch.setattr(PagePool, "allocate", forgetful)
@@ -315,7 +323,9 @@ def forget_the_counters_of_the_idle(patch: pytest.MonkeyPatch) -> None:
 def charge_a_counter_backwards(patch: pytest.MonkeyPatch) -> None:
     charge = FairOrder.charge
     patch.setattr(
-        FairOrder, "charge", lambda self, charges: charge(self, [(state, -units) for state, units in charges])
+        FairOrder,
+        "charge",
+        lambda self, charges: charge(self, [(state, -units) for state, units in charges]),
     )
 
 
@@ -325,5 +335,7 @@ def give_out_more_rows_than_there_are(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: tuple[Plant, ...] = tuple(
-    plant for plant in list(globals().values()) if isfunction(plant) and plant.__module__ == __name__
+    plant
+    for plant in list(globals().values())
+    if isfunction(plant) and plant.__module__ == __name__
 )

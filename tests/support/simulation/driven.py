@@ -42,7 +42,9 @@ def next_token(digest: str | None, history: list[int]) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little") % VOCAB_SIZE
 
 
-def likely_tokens(digest: str | None, history: list[int], count: int) -> tuple[list[int], list[float]]:
+def likely_tokens(
+    digest: str | None, history: list[int], count: int
+) -> tuple[list[int], list[float]]:
     """The simulated model's `count` most likely tokens, most likely first, with their log-probabilities."""
     tokens = [next_token(digest, history)]
     rng = random.Random(tokens[0] + VOCAB_SIZE * len(history))
@@ -91,7 +93,9 @@ class DrivenRunner(AtOnce):
     """What a plan should not have asked for; the engine itself turns it into an error of the step."""
 
     def execute(self, plan: StepPlan) -> list[ChunkResult]:
-        self.plans.append(deepcopy(plan))  # a copy, because the scheduler changes chunks for the next step
+        self.plans.append(
+            deepcopy(plan)
+        )  # a copy, because the scheduler changes chunks for the next step
         if plan.step in self.fail_on:
             raise RuntimeError("the device is on fire")
         try:
@@ -128,7 +132,9 @@ class DrivenRunner(AtOnce):
         end = chunk.start + len(chunk.token_ids)
         assert len(chunk.block_table) == self.num_groups
         for table in chunk.block_table:
-            history = [self.pages[table[p // PAGE_TOKENS]][p % PAGE_TOKENS] for p in range(chunk.start)]
+            history = [
+                self.pages[table[p // PAGE_TOKENS]][p % PAGE_TOKENS] for p in range(chunk.start)
+            ]
             tokens = [token for token, _ in history] + chunk.token_ids
             entries = kv_entries(digest, tokens)
             assert entries[: chunk.start] == history, "KV of another adapter or of other tokens"
@@ -142,7 +148,9 @@ class DrivenRunner(AtOnce):
         return ChunkResult(
             request_id=chunk.request_id,
             token_id=chosen,
-            logprobs=TokenLogprobs(token_id=chosen, logprob=-1.0, rank=1, top_ids=top_ids, top_logprobs=top_logprobs)
+            logprobs=TokenLogprobs(
+                token_id=chosen, logprob=-1.0, rank=1, top_ids=top_ids, top_logprobs=top_logprobs
+            )
             if num_top is not None and chosen is not None
             else None,
             prompt_logprobs=[
@@ -233,15 +241,22 @@ class Simulator(SimulatedEngine):
         self.checked = checked
         self.store = DrivenStore(adapter_pages, load_ticks, lambda: self.now_s)
         self.runner = DrivenRunner(
-            num_groups, lambda page: self.pool.state(page) == "prefix", lambda page: self.slab.host_pages[page]
+            num_groups,
+            lambda page: self.pool.state(page) == "prefix",
+            lambda page: self.slab.host_pages[page],
         )
         super().__init__(
             clock=lambda: self.now_s,
             config=SchedulerConfig(
-                max_running=max_running, step_tokens=step_tokens, max_waiting=max_waiting, policy=policy
+                max_running=max_running,
+                step_tokens=step_tokens,
+                max_waiting=max_waiting,
+                policy=policy,
             ),
             geometry=small_geometry(PAGE_TOKENS, num_groups),
-            limits=ModelLimits(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=eos),
+            limits=ModelLimits(
+                max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=eos
+            ),
             costs=costs,
             num_pages=num_pages,
             host_pages=host_pages,
@@ -255,7 +270,9 @@ class Simulator(SimulatedEngine):
         )
         self.stepping: list[tuple[int, int]] = []
         """What each pump told loads of those that run and those that wait for loads."""
-        self.core = self.start(self.runner, lambda *counts: self.stepping.append(counts), overlaps=overlaps)
+        self.core = self.start(
+            self.runner, lambda *counts: self.stepping.append(counts), overlaps=overlaps
+        )
         self.outputs: dict[str, list[RequestOutput]] = {}
 
     def submit(self, *requests: GenerationRequest) -> None:
@@ -325,15 +342,23 @@ class Simulator(SimulatedEngine):
 
 
 def request(
-    request_id: str, prompt: int | list[int] = 5, max_tokens: int = 6, ref: AdapterRef | None = None, **fields: object
+    request_id: str,
+    prompt: int | list[int] = 5,
+    max_tokens: int = 6,
+    ref: AdapterRef | None = None,
+    **fields: object,
 ) -> GenerationRequest:
     """A request whose prompt is its own: `prompt` is a length or the tokens."""
     start = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=2).digest(), "little")
-    tokens = [(start + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
+    tokens = (
+        [(start + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
+    )
     names = ("flow", "choice_index", "generated_token_ids", "fork_of", "beam")
     own = {key: fields.pop(key) for key in names if key in fields}
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
-    return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, **own)  # type: ignore[arg-type]
+    return GenerationRequest(
+        request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, **own
+    )  # type: ignore[arg-type]
 
 
 def arrived(asked: GenerationRequest, arrival_index: float, **fields: Any) -> RequestState:

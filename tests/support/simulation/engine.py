@@ -35,10 +35,14 @@ LOOK_IDLE_EVERY = 4
 class SimulationError(AssertionError):
     """Something that must never happen, with the command that shows it again."""
 
-    def __init__(self, seed: int, now_s: float, step: int, failures: list[str], *, overlaps: bool) -> None:
+    def __init__(
+        self, seed: int, now_s: float, step: int, failures: list[str], *, overlaps: bool
+    ) -> None:
         shown = "\n".join(f"  - {failure}" for failure in failures[:8])
         replay = f"scripts/simulate --seed {seed}{' --overlap' * overlaps}"
-        super().__init__(f"seed {seed}, second {now_s:.3f}, after {step} steps:\n{shown}\nreplay: {replay}")
+        super().__init__(
+            f"seed {seed}, second {now_s:.3f}, after {step} steps:\n{shown}\nreplay: {replay}"
+        )
 
 
 @dataclass
@@ -88,7 +92,12 @@ class Simulation(SimulatedEngine):
         self.device = DevicePages(scenario.num_pages + 1)
         failed: set[str] = set()
         copier = SimulatedCopier(
-            self.time, rng, self.device, scenario.faults, failed, pages_at_once=scenario.pages_at_once
+            self.time,
+            rng,
+            self.device,
+            scenario.faults,
+            failed,
+            pages_at_once=scenario.pages_at_once,
         )
         super().__init__(
             clock=self.engine_clock,
@@ -100,15 +109,22 @@ class Simulation(SimulatedEngine):
                 itl_target_ms=scenario.itl_target_ms,
             ),
             geometry=small_geometry(scenario.page_tokens, scenario.num_groups),
-            limits=ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS])),
+            limits=ModelLimits(
+                max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS])
+            ),
             costs=scenario.costs,
             num_pages=scenario.num_pages,
             host_pages=scenario.host_pages,
             max_swap_pages=scenario.max_swap_pages,
             slots=scenario.slots,
-            make_loader=lambda images, slab: SimulatedLoader(scenario, self.time, rng, images, slab, failed),
+            make_loader=lambda images, slab: SimulatedLoader(
+                scenario, self.time, rng, images, slab, failed
+            ),
             copier=copier,
-            executors=(VirtualExecutor(self.time, scenario.load_threads), VirtualExecutor(self.time, 1)),
+            executors=(
+                VirtualExecutor(self.time, scenario.load_threads),
+                VirtualExecutor(self.time, 1),
+            ),
             eviction=scenario.eviction,
             is_caching=scenario.is_caching,
             prices=scenario.prices,
@@ -167,7 +183,10 @@ class Simulation(SimulatedEngine):
         for output in outputs:
             self._take(output)
         is_idle = self.runner.num_steps == steps
-        before, self._standing = self._standing, (self.pool.counts(), dict(self.scheduler.table.preemptions))
+        before, self._standing = (
+            self._standing,
+            (self.pool.counts(), dict(self.scheduler.table.preemptions)),
+        )
         has_changed = not is_idle or bool(outputs) or self._standing != before
         if has_changed or self._num_idle % LOOK_IDLE_EVERY == 0:
             self.checks.look(self.core, self._open)
@@ -185,16 +204,22 @@ class Simulation(SimulatedEngine):
     def _check_charges(self) -> None:
         """Tenants are charged for the tokens that steps computed for requests that lived, and for no others."""
         charged = {
-            name: tenant.tokens for name, tenant in self.scheduler.table.service.tenants.items() if tenant.tokens
+            name: tenant.tokens
+            for name, tenant in self.scheduler.table.service.tenants.items()
+            if tenant.tokens
         }
         if charged != self.runner.tokens:
-            self.failures.append(f"tenants were charged for {charged} tokens, not {dict(self.runner.tokens)}")
+            self.failures.append(
+                f"tenants were charged for {charged} tokens, not {dict(self.runner.tokens)}"
+            )
 
     def _pass_time(self, *, has_told: bool) -> None:
         """After a pump that computed nothing: until something happens, or for a while that grows."""
         num_events = self.time.num_events
         next_s = self.time.now_s + min(IDLE_S * 1.3 ** min(self._num_idle, 20), LONGEST_IDLE_S)
-        events = [when_s for when_s in (self.time.next_event_s, self._next_action_s) if when_s is not None]
+        events = [
+            when_s for when_s in (self.time.next_event_s, self._next_action_s) if when_s is not None
+        ]
         self.time.run_until(max(self.time.now_s, min([next_s, *events])))
         if has_told or self.time.num_events > num_events:
             self._num_idle = 0
@@ -204,7 +229,9 @@ class Simulation(SimulatedEngine):
             f"{state.request_id}:{state.waiting_reason}{'+hold' * state.is_holding}"
             for state in self.scheduler.table.waiting
         ]
-        running = [f"{state.request_id}@{state.num_computed}" for state in self.scheduler.table.running]
+        running = [
+            f"{state.request_id}@{state.num_computed}" for state in self.scheduler.table.running
+        ]
         residents = [
             f"{resident.digest[7:11]}:{resident.tier}:{resident.pages}p,{resident.running}r,{resident.holds}h"
             for resident in self.residency.residents()
@@ -227,7 +254,9 @@ class Simulation(SimulatedEngine):
                 self.lives[action.request_id].is_aborted = True
             self.core.abort(action.request_id)
         elif action.verb == "abort_paused":
-            for request_id in sorted(state.request_id for state in self.scheduler.table.order.paused)[:1]:
+            for request_id in sorted(
+                state.request_id for state in self.scheduler.table.order.paused
+            )[:1]:
                 self.lives[request_id].is_aborted = True
                 self.core.abort(request_id)
         elif action.verb == "freeze":
@@ -256,12 +285,16 @@ class Simulation(SimulatedEngine):
             return
         truth = Truth(request)
         self._truths[request.request_id] = truth
-        life = self.lives[request.request_id] = Life(truth, tokens=list(request.generated_token_ids))
+        life = self.lives[request.request_id] = Life(
+            truth, tokens=list(request.generated_token_ids)
+        )
         try:
             self.core.submit(request)
         except NeverFitsError:
             if not self._never_fits(truth):
-                self._fail(f"{request.request_id} was refused as too large, but fits the empty pool")
+                self._fail(
+                    f"{request.request_id} was refused as too large, but fits the empty pool"
+                )
             del self.lives[request.request_id]
         else:
             self._open.add(request.request_id)
@@ -277,7 +310,9 @@ class Simulation(SimulatedEngine):
     def _take(self, output: RequestOutput) -> None:
         life = self.lives.get(output.request_id)
         if life is None or life.has_ended:
-            self.failures.append(f"{output.request_id} gets an output though it is unknown or has ended: {output}")
+            self.failures.append(
+                f"{output.request_id} gets an output though it is unknown or has ended: {output}"
+            )
             return
         is_first = not life.outputs
         life.outputs.append(output)
@@ -290,12 +325,20 @@ class Simulation(SimulatedEngine):
         if is_first and params.prompt_logprobs is None and self.scenario.is_caching:
             most_cached = len(prompt) - (not truth.request.generated_token_ids)
         if not 0 <= output.cached_tokens <= most_cached:
-            self.failures.append(f"{output.request_id} has {output.cached_tokens} cached of {len(prompt)} tokens")
+            self.failures.append(
+                f"{output.request_id} has {output.cached_tokens} cached of {len(prompt)} tokens"
+            )
         if output.prompt_logprobs is not None:
             wanted = [(token, -float(index)) for index, token in enumerate(prompt[1:])]
-            found = [(entry.token_id, entry.logprob) for entry in output.prompt_logprobs if entry is not None]
+            found = [
+                (entry.token_id, entry.logprob)
+                for entry in output.prompt_logprobs
+                if entry is not None
+            ]
             if found != wanted or output.prompt_logprobs[0] is not None:
-                self.failures.append(f"{output.request_id} has prompt logprobs {found}, not {wanted}")
+                self.failures.append(
+                    f"{output.request_id} has prompt logprobs {found}, not {wanted}"
+                )
         if output.finish_reason is not None:
             self._open.discard(output.request_id)
             self._judge_end(life, output)
@@ -308,7 +351,9 @@ class Simulation(SimulatedEngine):
         if reason in ("stop", "length"):
             stops = life.tokens[-1:] == [EOS] and not request.params.ignore_eos
             is_right = life.tokens == truth.output and (reason == "stop") == stops
-            wants_logprobs = request.params.prompt_logprobs is not None and not request.generated_token_ids
+            wants_logprobs = (
+                request.params.prompt_logprobs is not None and not request.generated_token_ids
+            )
             if wants_logprobs and not any(part.prompt_logprobs for part in life.outputs):
                 is_right = False
         elif reason == "abort":
@@ -316,10 +361,14 @@ class Simulation(SimulatedEngine):
         elif error is None:
             is_right = False
         else:
-            too_large = self.scenario.adapters.get(digest, 0) > self.pool.capacity - self.scenario.num_groups
+            too_large = (
+                self.scenario.adapters.get(digest, 0)
+                > self.pool.capacity - self.scenario.num_groups
+            )
             reasons = {
                 AdapterUnavailableError.code: digest in self.loader.failed,
-                EXPIRED.code: request.flow.deadline_s is not None and not any(part.token_ids for part in life.outputs),
+                EXPIRED.code: request.flow.deadline_s is not None
+                and not any(part.token_ids for part in life.outputs),
                 NON_FINITE.code: output.request_id in self.runner.unsound,
                 INTERNAL.code: output.request_id in self.runner.hit,
                 NeverFitsError.code: self._never_fits(truth) or too_large,
@@ -345,9 +394,13 @@ class Simulation(SimulatedEngine):
         counts = self.pool.counts()
         residents = self.residency.residents()
         expectations = {
-            f"pages are {counts}, {self.evictor.num_evictable} evictable": counts["kv"] == counts["quarantine"] == 0
+            f"pages are {counts}, {self.evictor.num_evictable} evictable": counts["kv"]
+            == counts["quarantine"]
+            == 0
             and self.evictor.num_available == self.pool.capacity,
-            f"held or running are {residents}": not any(resident.holds or resident.running for resident in residents),
+            f"held or running are {residents}": not any(
+                resident.holds or resident.running for resident in residents
+            ),
             "the scheduler has some": len(self.scheduler.table.requests) == 0,
             "host pages are still theirs": self.swap.num_used == 0,
             "not everything can be evicted": self.evictor.make_room(self.pool.capacity),
@@ -355,7 +408,9 @@ class Simulation(SimulatedEngine):
             "cached blocks are left without pages": len(self.prefixes) == 0,
         }
         self.failures += [
-            f"all requests have ended, but {said}" for said, is_right in expectations.items() if not is_right
+            f"all requests have ended, but {said}"
+            for said, is_right in expectations.items()
+            if not is_right
         ]
         self.checks.look(self.core, self._open)
         if self.failures:
@@ -365,7 +420,11 @@ class Simulation(SimulatedEngine):
         if failure is not None:
             self.failures.append(failure)
         raise SimulationError(
-            self.scenario.seed, self.time.now_s, self.runner.num_steps, self.failures, overlaps=self._overlaps
+            self.scenario.seed,
+            self.time.now_s,
+            self.runner.num_steps,
+            self.failures,
+            overlaps=self._overlaps,
         )
 
     def _counts(self) -> Counter[str]:
@@ -383,9 +442,18 @@ class Simulation(SimulatedEngine):
         )
         for life in self.lives.values():
             last = life.outputs[-1]
-            counts[f"end:{last.finish_reason}" + (f":{last.error.code}" if last.error is not None else "")] += 1
-        told = {"preemptions": status.preemptions, "evictions": status.evictions, "loads": status.loads}
-        counts.update({f"{what}:{kind}": n for what, by_kind in told.items() for kind, n in by_kind.items()})
+            counts[
+                f"end:{last.finish_reason}"
+                + (f":{last.error.code}" if last.error is not None else "")
+            ] += 1
+        told = {
+            "preemptions": status.preemptions,
+            "evictions": status.evictions,
+            "loads": status.loads,
+        }
+        counts.update(
+            {f"{what}:{kind}": n for what, by_kind in told.items() for kind, n in by_kind.items()}
+        )
         return counts
 
 

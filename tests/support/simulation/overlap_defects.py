@@ -75,7 +75,11 @@ def charge_for_rows_whose_request_had_ended(patch: pytest.MonkeyPatch) -> None:
 
 def go_on_after_the_end_while_a_row_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     reason = outcomes._finish_reason
-    patch.setattr(outcomes, "_finish_reason", lambda state, *args: None if state.in_flight else reason(state, *args))
+    patch.setattr(
+        outcomes,
+        "_finish_reason",
+        lambda state, *args: None if state.in_flight else reason(state, *args),
+    )
 
 
 def publish_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -99,7 +103,9 @@ def plan_past_the_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestState, "begin", eager)
 
 
-def forget_that_a_step_fills_the_pages_of_a_request_without_a_chunk(patch: pytest.MonkeyPatch) -> None:
+def forget_that_a_step_fills_the_pages_of_a_request_without_a_chunk(
+    patch: pytest.MonkeyPatch,
+) -> None:
     start = KvPages.start
 
     def forgetful(self: KvPages, state: RequestState, *args: Any) -> bool:
@@ -124,5 +130,7 @@ def start_again_before_the_token_in_flight_is_known(patch: pytest.MonkeyPatch) -
 
 
 OVERLAP_DEFECTS: tuple[Plant, ...] = tuple(
-    plant for plant in list(globals().values()) if isfunction(plant) and plant.__module__ == __name__
+    plant
+    for plant in list(globals().values())
+    if isfunction(plant) and plant.__module__ == __name__
 )

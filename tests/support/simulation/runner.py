@@ -182,11 +182,19 @@ class SimulatedRunner:
 
     def _check_targets(self, plan: StepPlan) -> None:
         """What a step is to write belongs to requests when it is launched."""
-        pages = [*plan.zero_pages, *(move.device_page for move in plan.swap_in), *(pair.target for pair in plan.copies)]
+        pages = [
+            *plan.zero_pages,
+            *(move.device_page for move in plan.swap_in),
+            *(pair.target for pair in plan.copies),
+        ]
         for chunk in plan.chunks:
             first, last = chunk.start, chunk.start + len(chunk.token_ids) - 1
             for table in chunk.block_table:
-                pages.extend(table[first // self._geometry.page_tokens : last // self._geometry.page_tokens + 1])
+                pages.extend(
+                    table[
+                        first // self._geometry.page_tokens : last // self._geometry.page_tokens + 1
+                    ]
+                )
         for page in pages:
             if self._pool.state(page) != "kv":
                 self._fail(f"page {page} is to be written while it is {self._pool.state(page)}")
@@ -197,7 +205,9 @@ class SimulatedRunner:
                 self._check_lease(chunk.adapter)
                 row = self._tables.rows.get(chunk.adapter.slot, [])
                 if any(self._pool.state(page) != "adapter" for page in row):
-                    self._fail(f"{chunk.request_id} is to read slot {chunk.adapter.slot}, whose pages {row} are gone")
+                    self._fail(
+                        f"{chunk.request_id} is to read slot {chunk.adapter.slot}, whose pages {row} are gone"
+                    )
 
     def _move_pages(self, plan: StepPlan) -> None:
         pages = self._pages
@@ -232,7 +242,9 @@ class SimulatedRunner:
         state = self._pool.state(page)
         # The request of a step in flight may have ended: its pages wait in quarantine for the step.
         if page == 0 or state not in ("kv", "quarantine"):
-            self._fail(f"page {page} is {verb} while it is {'the zero page' if page == 0 else state}")
+            self._fail(
+                f"page {page} is {verb} while it is {'the zero page' if page == 0 else state}"
+            )
 
     def _write(self, plan: StepPlan) -> None:
         writers: dict[int, str] = {}
@@ -247,14 +259,20 @@ class SimulatedRunner:
                     page = table[block]
                     self._check_writable(page, "written")
                     if writers.setdefault(page, chunk.request_id) != chunk.request_id:
-                        self._fail(f"page {page} is written by {writers[page]} and {chunk.request_id} in one step")
+                        self._fail(
+                            f"page {page} is written by {writers[page]} and {chunk.request_id} in one step"
+                        )
                     content = self._pages[page]
                     offset = first - block * page_tokens
                     if not isinstance(content, Keys) or content.group not in (-1, group):
-                        self._fail(f"{chunk.request_id} writes position {first} to page {page}, which holds {content}")
+                        self._fail(
+                            f"{chunk.request_id} writes position {first} to page {page}, which holds {content}"
+                        )
                         continue
                     if len(content.cells) < offset:
-                        self._fail(f"{chunk.request_id} leaves a hole before position {first} in page {page}")
+                        self._fail(
+                            f"{chunk.request_id} leaves a hole before position {first} in page {page}"
+                        )
                     content.group = group
                     content.cells[offset : offset + last - first] = keys[first:last]
 
@@ -263,7 +281,9 @@ class SimulatedRunner:
         truth = self._truths[chunk.request_id]
         end = chunk.start + len(chunk.token_ids)
         if not chunk.token_ids or end > kv_tokens(truth.request):
-            self._fail(f"{chunk.request_id} computes {len(chunk.token_ids)} tokens at {chunk.start}, past its end")
+            self._fail(
+                f"{chunk.request_id} computes {len(chunk.token_ids)} tokens at {chunk.start}, past its end"
+            )
         # Its plan did not know that the token before was the last, or was none.
         is_past_end = chunk.token_source is not None and (
             chunk.start == len(truth.keys) or chunk.request_id in self.unsound
@@ -271,7 +291,9 @@ class SimulatedRunner:
         if is_past_end:
             return [*truth.keys[: chunk.start], PAST_THE_END]
         if chunk.token_ids != truth.tokens[chunk.start : end]:
-            self._fail(f"{chunk.request_id} computes {chunk.token_ids} at {chunk.start}, which are not its tokens")
+            self._fail(
+                f"{chunk.request_id} computes {chunk.token_ids} at {chunk.start}, which are not its tokens"
+            )
         return truth.keys[:end]
 
     def _result(self, chunk: Chunk) -> ChunkResult:
@@ -322,16 +344,24 @@ class SimulatedRunner:
                     )
         content = self._pages[chunk.block_table[0][(end - 1) // page_tokens]]
         offset = (end - 1) % page_tokens
-        return content.cells[offset] if isinstance(content, Keys) and offset < len(content.cells) else -1
+        return (
+            content.cells[offset]
+            if isinstance(content, Keys) and offset < len(content.cells)
+            else -1
+        )
 
     def _read_adapter(self, request_id: str, adapter: SlotLease) -> None:
         row = self._tables.rows.get(adapter.slot, [])
         found = [self._pages[page] for page in row]
         if not found or found != weights_of(adapter.digest, len(found)):
-            self._fail(f"{request_id} reads slot {adapter.slot} for {adapter.digest[:14]}, whose pages hold {found}")
+            self._fail(
+                f"{request_id} reads slot {adapter.slot} for {adapter.digest[:14]}, whose pages hold {found}"
+            )
         # A deleted adapter may leave while the step in flight still reads it.
         if any(self._pool.state(page) not in ("adapter", "quarantine") for page in row):
-            self._fail(f"{request_id} reads slot {adapter.slot}, whose pages {row} are not an adapter's")
+            self._fail(
+                f"{request_id} reads slot {adapter.slot}, whose pages {row} are not an adapter's"
+            )
 
 
 def _as_it_is(plan: StepPlan) -> StepPlan:

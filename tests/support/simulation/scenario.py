@@ -14,7 +14,19 @@ from manylora.memory.eviction import PageCosts
 from simulation.adapters import LoadFaults, adapter
 from simulation.truth import MAX_MODEL_LEN, VOCAB_SIZE, Truth
 
-Verb = Literal["submit", "abort", "abort_paused", "pin", "unpin", "delete", "lose", "restore", "freeze", "thaw", "jump"]
+Verb = Literal[
+    "submit",
+    "abort",
+    "abort_paused",
+    "pin",
+    "unpin",
+    "delete",
+    "lose",
+    "restore",
+    "freeze",
+    "thaw",
+    "jump",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +93,13 @@ def draw(seed: int) -> Scenario:
         copy_fails=rng.choice([0.0, 0.1]) if is_faulty else 0.0,
     )
     tenants = [f"t{index}" for index in range(rng.randint(1, 3))]
-    refs = [adapter(f"adapter {index}", rng.choice(tenants)) for index in range(rng.choice([0, 1, 2, 4, 6, 8]))]
-    sizes = {ref.digest: rng.choice([1, 1, 2, 2, 3, 3, num_pages // 6, num_pages // 3]) for ref in refs}
+    refs = [
+        adapter(f"adapter {index}", rng.choice(tenants))
+        for index in range(rng.choice([0, 1, 2, 4, 6, 8]))
+    ]
+    sizes = {
+        ref.digest: rng.choice([1, 1, 2, 2, 3, 3, num_pages // 6, num_pages // 3]) for ref in refs
+    }
     if refs and rng.random() < 0.2:
         sizes[refs[-1].digest] = num_pages - rng.choice([0, num_groups])
     clients = _Clients(rng, tenants, refs, is_rushed=rng.random() < 0.5)
@@ -104,7 +121,9 @@ def draw(seed: int) -> Scenario:
         tenants=frozenset(tenants),
         eviction=rng.choice(["gdsf", "lru"]),
         is_caching=rng.random() < 0.8,
-        costs=PageCosts(copy_s=copy_s, load_s=faults.load_s, token_s=rng.choice([0.0001, 0.01, 0.1, 0.1])),
+        costs=PageCosts(
+            copy_s=copy_s, load_s=faults.load_s, token_s=rng.choice([0.0001, 0.01, 0.1, 0.1])
+        ),
         token_s=rng.choice([0.0001, 0.002, 0.01]),
         step_raises=rng.choice([0.0, 0.02, 0.1]) if is_faulty else 0.0,
         unsound=rng.choice([0.0, 0.01]) if is_faulty else 0.0,
@@ -118,7 +137,9 @@ def draw(seed: int) -> Scenario:
 class _Clients:
     """Everything that is asked of the engine from outside."""
 
-    def __init__(self, rng: random.Random, tenants: list[str], refs: list[AdapterRef], *, is_rushed: bool) -> None:
+    def __init__(
+        self, rng: random.Random, tenants: list[str], refs: list[AdapterRef], *, is_rushed: bool
+    ) -> None:
         self._rng = rng
         self._tenants = tenants
         self._refs = refs
@@ -142,7 +163,11 @@ class _Clients:
             self.actions.append(Action(at_s=at_s, verb="freeze"))
             self.actions.append(Action(at_s=at_s + rng.choice([0.1, 1.0]), verb="thaw"))
         if rng.random() < 0.3:
-            self.actions.append(Action(at_s=rng.uniform(0, self._end_s), verb="jump", seconds=rng.choice([30.0, 1e7])))
+            self.actions.append(
+                Action(
+                    at_s=rng.uniform(0, self._end_s), verb="jump", seconds=rng.choice([30.0, 1e7])
+                )
+            )
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(1, VOCAB_SIZE) for _ in range(count)]
@@ -183,7 +208,9 @@ class _Clients:
                 flow=FlowKey(
                     lane=lane,
                     tenant=tenant,
-                    weight=rng.choice([0.5, 1.0, 3.0]),  # of the tenant, from now on: weights change all the time
+                    weight=rng.choice(
+                        [0.5, 1.0, 3.0]
+                    ),  # of the tenant, from now on: weights change all the time
                     priority=priority,
                     deadline_s=deadline_s,
                 ),
@@ -192,13 +219,17 @@ class _Clients:
             )
             truth = Truth(request)
             if generated:
-                request.generated_token_ids[:] = truth.output[: min(generated, len(truth.output) - 1)]
+                request.generated_token_ids[:] = truth.output[
+                    : min(generated, len(truth.output) - 1)
+                ]
             self._num_requests += 1
             self._talks.append(truth)
             self.actions.append(Action(at_s=at_s, verb="submit", request=request))
             if rng.random() < 0.15:
                 abort_s = at_s + rng.choice([0.0, rng.uniform(0, 0.1), rng.uniform(0, 3.0)])
-                self.actions.append(Action(at_s=abort_s, verb="abort", request_id=request.request_id))
+                self.actions.append(
+                    Action(at_s=abort_s, verb="abort", request_id=request.request_id)
+                )
 
     def _add_adapter_events(self, ref: AdapterRef) -> None:
         rng = self._rng
@@ -206,10 +237,16 @@ class _Clients:
             at_s = rng.uniform(0, self._end_s)
             self.actions.append(Action(at_s=at_s, verb="pin", adapter=ref))
             if rng.random() < 0.7:
-                self.actions.append(Action(at_s=at_s + rng.uniform(0, 1.0), verb="unpin", adapter=ref))
+                self.actions.append(
+                    Action(at_s=at_s + rng.uniform(0, 1.0), verb="unpin", adapter=ref)
+                )
         if rng.random() < 0.1:
-            self.actions.append(Action(at_s=rng.uniform(0, self._end_s), verb="delete", adapter=ref))
+            self.actions.append(
+                Action(at_s=rng.uniform(0, self._end_s), verb="delete", adapter=ref)
+            )
         elif rng.random() < 0.1:
             at_s = rng.uniform(0, self._end_s)
             self.actions.append(Action(at_s=at_s, verb="lose", adapter=ref))
-            self.actions.append(Action(at_s=at_s + rng.uniform(0, 1.0), verb="restore", adapter=ref))
+            self.actions.append(
+                Action(at_s=at_s + rng.uniform(0, 1.0), verb="restore", adapter=ref)
+            )

@@ -53,5 +53,7 @@ def _count_months(month: datetime, last: datetime) -> None:
         "SUM(completion_tokens) FROM usage_rollups WHERE at >= :month AND at < :after GROUP BY tenant_id, key_id"
     )
     while month <= last.astimezone(UTC):
-        op.get_bind().execute(count, {"month": to_micros(month), "after": to_micros(month_after(month))})
+        op.get_bind().execute(
+            count, {"month": to_micros(month), "after": to_micros(month_after(month))}
+        )
         month = month_after(month)

@@ -11,6 +11,8 @@ down_revision = "0005"
 
 def upgrade() -> None:
     """Apply."""
-    op.add_column("adapters", sa.Column("pinned_copies", sa.Integer, nullable=False, server_default="0"))
+    op.add_column(
+        "adapters", sa.Column("pinned_copies", sa.Integer, nullable=False, server_default="0")
+    )
     op.execute("UPDATE adapters SET pinned_copies = 1 WHERE pinned")
     op.drop_column("adapters", "pinned")

@@ -53,29 +53,83 @@ def _state(**changes: Any) -> Callable[[Tensors], None]:
 
 
 def _put_text(name: str, text: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: torch.tensor(list(text.encode()), dtype=torch.uint8)})
+    return lambda tensors: tensors.update(
+        {name: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+    )
 
 
 DAMAGED: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("w4a16", _drop("weight_packed"), r"lacks .*q_proj\.weight_packed"),
     ("w4a16", _drop("weight_scale"), r"lacks .*q_proj\.weight_scale"),
     ("w4a16", _drop("weight_shape"), r"lacks .*q_proj\.weight_shape"),
-    ("w4a16", _put("weight_packed", torch.zeros(64, 7, dtype=torch.int32)), r"weight_packed must .*\[64, 8\], got I32"),
+    (
+        "w4a16",
+        _put("weight_packed", torch.zeros(64, 7, dtype=torch.int32)),
+        r"weight_packed must .*\[64, 8\], got I32",
+    ),
     ("w4a16", _put("weight_packed", torch.zeros(64, 8)), r"weight_packed must be a I32 tensor"),
-    ("w4a16", _put("weight_shape", torch.tensor([64, 60])), r"weight_shape must be \[64, 64\], got \[64, 60\]"),
-    ("w4a16", _put("weight_scale", torch.ones(64, 3)), r"weight_scale must be a float tensor of shape \[64, 4\]"),
-    ("w4a16", _set("weight_scale", (3, 1), torch.nan), r"q_proj\.weight_scale has values that are infinite or NaN"),
-    ("w4a16", _set("weight_scale", (3, 1), torch.inf), r"q_proj\.weight_scale has values that are infinite or NaN"),
-    ("w4a16", _put("qweight", torch.zeros(8, 64, dtype=torch.int32)), r"does not: .*q_proj\.qweight"),
-    ("w4a16-zero-points", _put("weight_zero_point", torch.zeros(7, 4, dtype=torch.int32)), r"weight_zero_point must"),
-    ("w4a16-ordered", _set("weight_g_idx", (5,), 4), r"q_proj\.weight_g_idx must have groups from 0 to 3"),
-    ("w4a16-ordered", _set("weight_g_idx", (5,), -1), r"q_proj\.weight_g_idx must have groups from 0 to 3"),
-    ("w8a8", _put("weight", torch.zeros(64, 64, dtype=torch.uint8)), r"q_proj\.weight must be a I8 tensor"),
+    (
+        "w4a16",
+        _put("weight_shape", torch.tensor([64, 60])),
+        r"weight_shape must be \[64, 64\], got \[64, 60\]",
+    ),
+    (
+        "w4a16",
+        _put("weight_scale", torch.ones(64, 3)),
+        r"weight_scale must be a float tensor of shape \[64, 4\]",
+    ),
+    (
+        "w4a16",
+        _set("weight_scale", (3, 1), torch.nan),
+        r"q_proj\.weight_scale has values that are infinite or NaN",
+    ),
+    (
+        "w4a16",
+        _set("weight_scale", (3, 1), torch.inf),
+        r"q_proj\.weight_scale has values that are infinite or NaN",
+    ),
+    (
+        "w4a16",
+        _put("qweight", torch.zeros(8, 64, dtype=torch.int32)),
+        r"does not: .*q_proj\.qweight",
+    ),
+    (
+        "w4a16-zero-points",
+        _put("weight_zero_point", torch.zeros(7, 4, dtype=torch.int32)),
+        r"weight_zero_point must",
+    ),
+    (
+        "w4a16-ordered",
+        _set("weight_g_idx", (5,), 4),
+        r"q_proj\.weight_g_idx must have groups from 0 to 3",
+    ),
+    (
+        "w4a16-ordered",
+        _set("weight_g_idx", (5,), -1),
+        r"q_proj\.weight_g_idx must have groups from 0 to 3",
+    ),
+    (
+        "w8a8",
+        _put("weight", torch.zeros(64, 64, dtype=torch.uint8)),
+        r"q_proj\.weight must be a I8 tensor",
+    ),
     ("w8a8", _drop("weight_scale"), r"lacks .*q_proj\.weight_scale"),
     ("w8a8", _put("weight_scale", torch.ones(63, 1)), r"weight_scale must be .*got F32 \[63, 1\]"),
-    ("fp8-rows", _put("weight", torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn)), r"q_proj\.weight has values"),
-    ("fp8-rows", _put("weight_scale", torch.full((64, 1), 3e38)), r"q_proj\.weight has values that are infinite"),
-    ("fine-grained", _put("weight_scale_inv", torch.ones(2, 3)), r"weight_scale_inv must be .*\[2, 2\]"),
+    (
+        "fp8-rows",
+        _put("weight", torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn)),
+        r"q_proj\.weight has values",
+    ),
+    (
+        "fp8-rows",
+        _put("weight_scale", torch.full((64, 1), 3e38)),
+        r"q_proj\.weight has values that are infinite",
+    ),
+    (
+        "fine-grained",
+        _put("weight_scale_inv", torch.ones(2, 3)),
+        r"weight_scale_inv must be .*\[2, 2\]",
+    ),
     ("gptq", _drop("qzeros"), r"lacks .*q_proj\.qzeros"),
     ("gptq", _set("g_idx", (0,), 64), r"q_proj\.g_idx must have groups from 0 to 3"),
     ("gptq", _set("scales", (0, 0), torch.nan), r"q_proj\.scales has values"),
@@ -85,11 +139,23 @@ DAMAGED: list[tuple[str, Callable[[Tensors], object], str]] = [
         r"qweight must be a I32 tensor of shape \[8, 64\]",
     ),
     ("gptq", _put("bias", torch.ones(64)), r"q_proj\.bias must be zeros"),
-    ("awq", _put("qweight", torch.zeros(8, 64, dtype=torch.int32)), r"qweight must be a I32 tensor of shape \[64, 8\]"),
+    (
+        "awq",
+        _put("qweight", torch.zeros(8, 64, dtype=torch.int32)),
+        r"qweight must be a I32 tensor of shape \[64, 8\]",
+    ),
     ("awq", _set("scales", (1, 2), torch.inf), r"q_proj\.scales has values"),
     ("nf4", _drop("weight.absmax"), r"lacks .*q_proj\.weight\.absmax"),
-    ("nf4", _put("weight.absmax", torch.ones(63)), r"q_proj\.weight\.absmax must have 64 values, got 63"),
-    ("nf4", _put("weight.absmax", torch.ones(64, dtype=torch.uint8)), r"q_proj\.weight\.absmax must be a F32 tensor"),
+    (
+        "nf4",
+        _put("weight.absmax", torch.ones(63)),
+        r"q_proj\.weight\.absmax must have 64 values, got 63",
+    ),
+    (
+        "nf4",
+        _put("weight.absmax", torch.ones(64, dtype=torch.uint8)),
+        r"q_proj\.weight\.absmax must be a F32 tensor",
+    ),
     ("nf4", lambda tensors: tensors[NF4_STATE].zero_(), r"bitsandbytes__nf4 cannot be read"),
     ("nf4", _state(shape=[32, 128]), r"bitsandbytes__nf4 must be of nf4 and shape \[64, 64\]"),
     ("nf4", _state(quant_type="fp4"), r"bitsandbytes__nf4 must be of nf4"),
@@ -98,10 +164,22 @@ DAMAGED: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("nf4", _state(blocksize=math.inf), r"bitsandbytes__nf4 cannot be read"),
     ("nf4", _put_text(NF4_STATE, "[" * 100_000), r"bitsandbytes__nf4 cannot be read"),
     ("nf4-nested", _drop("weight.nested_absmax"), r"lacks .*q_proj\.weight\.nested_absmax"),
-    ("nf4-nested", _put("weight.nested_absmax", torch.ones(2)), r"nested_absmax must have 1 values, got 2"),
+    (
+        "nf4-nested",
+        _put("weight.nested_absmax", torch.ones(2)),
+        r"nested_absmax must have 1 values, got 2",
+    ),
     ("bnb-int8", _drop("SCB"), r"lacks .*q_proj\.SCB"),
-    ("bnb-int8", _put("weight_format", torch.tensor(1, dtype=torch.uint8)), r"q_proj\.weight_format must be 0"),
-    ("q3.5", _put("weight_packed", torch.full((64, 28), 127, dtype=torch.uint8)), r"weight_packed has levels above 10"),
+    (
+        "bnb-int8",
+        _put("weight_format", torch.tensor(1, dtype=torch.uint8)),
+        r"q_proj\.weight_format must be 0",
+    ),
+    (
+        "q3.5",
+        _put("weight_packed", torch.full((64, 28), 127, dtype=torch.uint8)),
+        r"weight_packed has levels above 10",
+    ),
     ("q3.5", _set("weight_minimum", (0, 0), torch.nan), r"q_proj\.weight_minimum has values"),
 ]
 
@@ -123,13 +201,17 @@ def test_what_is_damaged_is_named(
     _load(made.stored)
     tensors = load_file(made.stored / WEIGHTS)
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, made.stored / WEIGHTS)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, made.stored / WEIGHTS
+    )
     with pytest.raises(ConfigError, match=said) as caught:
         _load(made.stored)
     assert caught.value.param == "model.path"
 
 
-def test_a_bias_of_zeros_that_the_model_does_not_have_is_harmless(model: Path, tmp_path: Path) -> None:
+def test_a_bias_of_zeros_that_the_model_does_not_have_is_harmless(
+    model: Path, tmp_path: Path
+) -> None:
     _load(make_quantised(model, tmp_path, GPTQ, with_zero_bias(gptq(4, 16))).stored)
 
 
@@ -143,11 +225,20 @@ def test_scales_for_a_cache_in_8_bits_are_harmless(model: Path, tmp_path: Path) 
 @pytest.mark.parametrize("part", ["weight_scale", "weight_scale_inv"])
 def test_a_block_that_is_larger_than_the_weight_takes_no_memory(part: str) -> None:
     weight = torch.arange(-12, 12, dtype=torch.int8).view(4, 6)
-    for block, scale in (((HUGE, HUGE), [[0.5]]), ((2, HUGE), [[0.5], [3.0]]), ((HUGE, 4), [[0.5, 3.0]])):
+    for block, scale in (
+        ((HUGE, HUGE), [[0.5]]),
+        ((2, HUGE), [[0.5], [3.0]]),
+        ((HUGE, 4), [[0.5, 3.0]]),
+    ):
         tensors = {"weight": weight, part: torch.tensor(scale)}
-        linear = StoredLinear("q", 4, 6, Quantisation(layout="scaled", bits=8, block=block, variant="I8"), tensors)
+        linear = StoredLinear(
+            "q", 4, 6, Quantisation(layout="scaled", bits=8, block=block, variant="I8"), tensors
+        )
         expected = [
-            [float(weight[row, column]) * scale[row // block[0]][column // block[1]] for column in range(6)]
+            [
+                float(weight[row, column]) * scale[row // block[0]][column // block[1]]
+                for column in range(6)
+            ]
             for row in range(4)
         ]
         assert dequantised(linear).tolist() == expected
@@ -156,12 +247,23 @@ def test_a_block_that_is_larger_than_the_weight_takes_no_memory(part: str) -> No
 def test_a_huge_block_of_bitsandbytes_takes_no_memory(model: Path, tmp_path: Path) -> None:
     made = make_quantised(model, tmp_path, CASES["nf4"].config, CASES["nf4"].encode)
     found = []
-    for changes, absmax in (({}, torch.full((64,), 0.5)), ({"blocksize": HUGE}, torch.tensor([0.5]))):
+    for changes, absmax in (
+        ({}, torch.full((64,), 0.5)),
+        ({"blocksize": HUGE}, torch.tensor([0.5])),
+    ):
         tensors = load_file(made.stored / WEIGHTS)
         _state(**changes)(tensors)
         _put("weight.absmax", absmax)(tensors)
-        parts = {name.removeprefix(f"{Q}."): tensor for name, tensor in tensors.items() if name.startswith(f"{Q}.")}
-        found.append(dequantised(StoredLinear(Q, 64, 64, read_quantisation(dict(CASES["nf4"].config)), parts)))
+        parts = {
+            name.removeprefix(f"{Q}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{Q}.")
+        }
+        found.append(
+            dequantised(
+                StoredLinear(Q, 64, 64, read_quantisation(dict(CASES["nf4"].config)), parts)
+            )
+        )
     assert torch.equal(*found)
     assert found[0].any()
 
@@ -183,12 +285,27 @@ FINE = {"quant_method": "fp8"}
         ({"bits": 4}, "quant_method"),
         (compressed("nvfp4-pack-quantized", W4), "config_groups.group_0.format"),
         (compressed("pack-quantized", int_weights(3, 16)), "config_groups.group_0.format"),
-        (compressed("pack-quantized", {**W4, "strategy": "tensor_group"}), "config_groups.group_0.weights.strategy"),
-        (compressed("pack-quantized", {**W4, "group_size": None}), "config_groups.group_0.weights.group_size"),
-        (compressed("pack-quantized", {**W4, "num_bits": "4"}), "config_groups.group_0.weights.num_bits"),
+        (
+            compressed("pack-quantized", {**W4, "strategy": "tensor_group"}),
+            "config_groups.group_0.weights.strategy",
+        ),
+        (
+            compressed("pack-quantized", {**W4, "group_size": None}),
+            "config_groups.group_0.weights.group_size",
+        ),
+        (
+            compressed("pack-quantized", {**W4, "num_bits": "4"}),
+            "config_groups.group_0.weights.num_bits",
+        ),
         ({**compressed("pack-quantized", W4), "config_groups": {}}, "config_groups"),
-        ({**compressed("pack-quantized", W4), "config_groups": {"group_0": 1}}, "config_groups.group_0"),
-        ({**compressed("pack-quantized", W4), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        (
+            {**compressed("pack-quantized", W4), "config_groups": {"group_0": 1}},
+            "config_groups.group_0",
+        ),
+        (
+            {**compressed("pack-quantized", W4), "transform_config": {"config_groups": {"R1": {}}}},
+            "transform_config",
+        ),
         ({**FINE, "fmt": "e5m2"}, "fmt"),
         ({**FINE, "weight_block_size": [128]}, "weight_block_size"),
         ({**FINE, "weight_block_size": "128x128"}, "weight_block_size"),
@@ -219,7 +336,8 @@ def test_two_ways_to_store_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "folds"), [("SmoothQuantModifier", True), ("AWQModifier", True), ("GPTQModifier", False), ("", True)]
+    ("steps", "folds"),
+    [("SmoothQuantModifier", True), ("AWQModifier", True), ("GPTQModifier", False), ("", True)],
 )
 def test_the_recipe_says_whether_scales_are_folded(steps: str, folds: bool) -> None:
     recipe = f"default_stage:\n  default_modifiers:\n    {steps}: {{}}\n" if steps else ""
@@ -240,7 +358,9 @@ def test_a_recipe_beside_the_config_is_read(model: Path, tmp_path: Path) -> None
     assert found.folds_input_scale
 
 
-def test_a_recipe_that_is_too_large_or_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_is_too_large_or_cannot_be_read_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
     made = make_quantised(model, tmp_path, CASES["w4a16"].config, CASES["w4a16"].encode)
     recipe = made.stored / "recipe.yaml"
     recipe.write_bytes(bytes((1 << 20) + 1))

@@ -40,11 +40,28 @@ SMALL: dict[str, tuple[dict[str, Type], int | None]] = {
     "bf16": ({"": Type.BF16}, None),
     "q8_0": ({"": Type.Q8_0}, 8),
     "q4_0": ({"": Type.Q4_0}, 4),
-    "mixed": ({"": Type.Q4_0, "attn_v.weight": Type.Q8_0, "output.weight": Type.F16, "ffn_up.weight": Type.F32}, 4),
+    "mixed": (
+        {
+            "": Type.Q4_0,
+            "attn_v.weight": Type.Q8_0,
+            "output.weight": Type.F16,
+            "ffn_up.weight": Type.F32,
+        },
+        4,
+    ),
 }
 """Types by name, and the bits of most weights."""
-K_QUANTS: dict[Type, tuple[Blocks, int]] = {Type.Q4_K: (q4_k, 4), Type.Q5_K: (q5_k, 5), Type.Q6_K: (q6_k, 6)}
-WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+K_QUANTS: dict[Type, tuple[Blocks, int]] = {
+    Type.Q4_K: (q4_k, 4),
+    Type.Q5_K: (q5_k, 5),
+    Type.Q6_K: (q6_k, 6),
+}
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +73,15 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     sizes: dict[str, Any] = {"intermediate_size": 128, "head_dim": 32}
-    return {name: make_model(root / name, name, tied=name == "qwen3", **sizes) for name in ARCHITECTURES}
+    return {
+        name: make_model(root / name, name, tied=name == "qwen3", **sizes) for name in ARCHITECTURES
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "architecture"),
-    [(kind, "llama") for kind in SMALL] + [(kind, name) for kind in ("f16", "q4_0") for name in ("qwen2", "qwen3")],
+    [(kind, "llama") for kind in SMALL]
+    + [(kind, name) for kind in ("f16", "q4_0") for name in ("qwen2", "qwen3")],
 )
 def test_logits_equal_the_dequantised_model(
     kind: str, architecture: str, models: dict[str, Path], tmp_path: Path
@@ -81,13 +101,16 @@ def test_logits_equal_the_dequantised_model(
     [*((kind, "llama") for kind in K_QUANTS), (Type.Q4_K, "qwen2"), (Type.Q5_K, "qwen3")],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_blocks_of_256_equal_the_dequantised_model(kind: Type, architecture: str, tmp_path: Path) -> None:
+def test_blocks_of_256_equal_the_dequantised_model(
+    kind: Type, architecture: str, tmp_path: Path
+) -> None:
     source = make_model(tmp_path / "source", architecture, **WIDE)
     decoded = write_gguf(source, tmp_path / "tiny.gguf", {"": kind}, blocks=K_QUANTS[kind][0])
     folder = resolve_model(str(tmp_path / "tiny.gguf"))
 
     assert_same(
-        StepDriver(folder).logits_alone(TOKENS), expected_logits(as_checkpoint(source, tmp_path / "decoded", decoded))
+        StepDriver(folder).logits_alone(TOKENS),
+        expected_logits(as_checkpoint(source, tmp_path / "decoded", decoded)),
     )
     found = read_spec(folder).quantisation
     assert found is not None
@@ -105,7 +128,9 @@ def test_adapters_equal_peft_on_the_dequantised_model(
         make_adapter(reference, tmp_path / f"adapter-{seed}", seed=seed, targets=targets)
         for seed, targets in enumerate((("q_proj", "v_proj"), ALL_LINEAR, ("k_proj", "down_proj")))
     ]
-    for adapter, logits in zip(adapters, expected_logits_of_adapters(reference, adapters), strict=True):
+    for adapter, logits in zip(
+        adapters, expected_logits_of_adapters(reference, adapters), strict=True
+    ):
         assert_same(driver.logits_alone(TOKENS, driver.load_adapter(adapter)), logits)
 
 
@@ -132,7 +157,9 @@ def without_rounding(spec: DecoderSpec) -> dict[str, Any]:
 def test_a_scaled_rotary_embedding_is_read(
     kind: str, fields: dict[str, Any], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    write_gguf(models["qwen2"], tmp_path / "a.gguf", {}, fields={"rope.scaling.type": kind, **fields})
+    write_gguf(
+        models["qwen2"], tmp_path / "a.gguf", {}, fields={"rope.scaling.type": kind, **fields}
+    )
     rope = read_spec(resolve_model(str(tmp_path / "a.gguf"))).rope
     assert (rope.kind, rope.factor) == (kind, 4.0)
     assert rope.original_positions == fields.get("rope.scaling.original_context_length", 0)
@@ -154,7 +181,8 @@ def test_the_rotary_factors_of_a_llama_3_equal_transformers(original: int, tmp_p
     folder = resolve_model(str(tmp_path / "a.gguf"))
     assert read_spec(folder).rope == read_spec(source).rope
     assert_same(
-        StepDriver(folder).logits_alone(TOKENS), expected_logits(as_checkpoint(source, tmp_path / "decoded", decoded))
+        StepDriver(folder).logits_alone(TOKENS),
+        expected_logits(as_checkpoint(source, tmp_path / "decoded", decoded)),
     )
 
 
@@ -189,7 +217,11 @@ def test_a_real_tokenizer_is_read_from_the_file(tmp_path: Path) -> None:
     demo = Path(__file__).parents[4] / "manylora" / "demo" / "manylora-demo"
     write_gguf(demo, tmp_path / "demo.gguf", {"": Type.F16})
     found, given = Tokenizer(resolve_model(str(tmp_path / "demo.gguf"))), Tokenizer(demo)
-    for text in ("Where is the nearest lighthouse?", "It's 12,500 euros -- isn't it?\n", "  indented\tcode"):
+    for text in (
+        "Where is the nearest lighthouse?",
+        "It's 12,500 euros -- isn't it?\n",
+        "  indented\tcode",
+    ):
         assert found.encode(text) == given.encode(text)
 
 
@@ -200,7 +232,9 @@ def test_a_folder_with_one_file_is_its_model(models: dict[str, Path], tmp_path: 
     assert [path.resolve() for path in weight_files(folder)] == [tmp_path / "a" / "tiny.gguf"]
     assert base_digest(folder).startswith("sha256:")
     shutil.copy(tmp_path / "a" / "tiny.gguf", tmp_path / "a" / "other.gguf")
-    with pytest.raises(ConfigError, match=r"several GGUF files: name one of other\.gguf, tiny\.gguf"):
+    with pytest.raises(
+        ConfigError, match=r"several GGUF files: name one of other\.gguf, tiny\.gguf"
+    ):
         resolve_model(str(tmp_path / "a"))
 
 
@@ -211,10 +245,15 @@ def test_a_file_that_changed_is_read_again(models: dict[str, Path], tmp_path: Pa
     path.unlink()
     write_gguf(models["qwen2"], path, {"": Type.Q8_0})
     after = resolve_model(str(path))
-    assert (read_spec(before).architecture, read_spec(after).architecture) == ("LlamaForCausalLM", "Qwen2ForCausalLM")
+    assert (read_spec(before).architecture, read_spec(after).architecture) == (
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+    )
 
 
-def test_a_folder_of_safetensors_beside_a_gguf_file_is_taken_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_of_safetensors_beside_a_gguf_file_is_taken_as_it_is(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     shutil.copytree(models["llama"], tmp_path / "both")
     (tmp_path / "both" / "x.gguf").write_bytes(b"GGUF")
     assert resolve_model(str(tmp_path / "both")) == tmp_path / "both"
@@ -223,7 +262,9 @@ def test_a_folder_of_safetensors_beside_a_gguf_file_is_taken_as_it_is(models: di
 
 def test_a_gguf_file_beside_several_safetensors_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").touch()
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "model-1.safetensors"}}'
+    )
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert weight_files(tmp_path) == [tmp_path / "model-1.safetensors"]
 
@@ -239,7 +280,9 @@ def test_a_cache_that_cannot_be_written_is_told(
 
 
 @pytest.mark.parametrize("kept", [0.001, 0.02, 0.3, 0.6, 0.99])
-def test_a_file_that_is_cut_off_is_refused(kept: float, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_refused(
+    kept: float, models: dict[str, Path], tmp_path: Path
+) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(models["llama"], path, {"": Type.Q8_0})
     whole = path.read_bytes()
@@ -263,8 +306,14 @@ def nan_scale(tensors: dict[str, np.ndarray]) -> None:
     [
         ({"expert_count": 8}, r"llama\.expert_count: not understood"),
         ({"attention.sliding_window": 512}, r"llama\.attention\.sliding_window: not understood"),
-        ({"rope.scaling.type": "longrope"}, r"llama\.rope\.scaling\.type: 'longrope' is not served"),
-        ({"rope.scaling.attn_factor": 2.0}, r"llama\.rope\.scaling\.attn_factor: only 1\.0 is served"),
+        (
+            {"rope.scaling.type": "longrope"},
+            r"llama\.rope\.scaling\.type: 'longrope' is not served",
+        ),
+        (
+            {"rope.scaling.attn_factor": 2.0},
+            r"llama\.rope\.scaling\.attn_factor: only 1\.0 is served",
+        ),
     ],
 )
 def test_metadata_that_is_not_served_is_named(
@@ -275,18 +324,24 @@ def test_metadata_that_is_not_served_is_named(
         resolve_model(str(tmp_path / "a.gguf"))
 
 
-def test_rotary_factors_that_are_no_llama_3s_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_rotary_factors_that_are_no_llama_3s_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     write_gguf(models["llama"], tmp_path / "a.gguf", {}, factors=np.linspace(1, 3, 16))
     with pytest.raises(ConfigError, match=r"rope_freqs\.weight"):
         resolve_model(str(tmp_path / "a.gguf"))
 
 
-def test_an_architecture_that_is_not_served_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_served_is_named(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     shutil.copytree(models["llama"], tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
     write_gguf(tmp_path / "source", tmp_path / "a.gguf", {})
-    with pytest.raises(ConfigError, match=r"general\.architecture: 'gemma2' is not served; served are llama"):
+    with pytest.raises(
+        ConfigError, match=r"general\.architecture: 'gemma2' is not served; served are llama"
+    ):
         resolve_model(str(tmp_path / "a.gguf"))
 
 
@@ -326,10 +381,13 @@ def test_sizes_that_the_file_does_not_have_are_refused(content: bytes, tmp_path:
         resolve_model(str(tmp_path / "a.gguf"))
 
 
-def test_rotary_factors_of_another_number_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_rotary_factors_of_another_number_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     write_gguf(models["llama"], tmp_path / "a.gguf", {}, factors=np.ones(17))
     with pytest.raises(
-        ConfigError, match=r"a\.gguf is .*rope_freqs\.weight: expected 16 factors for a head, got \[17\]"
+        ConfigError,
+        match=r"a\.gguf is .*rope_freqs\.weight: expected 16 factors for a head, got \[17\]",
     ):
         resolve_model(str(tmp_path / "a.gguf"))
 
@@ -343,15 +401,28 @@ def test_rotary_factors_of_another_number_are_refused(models: dict[str, Path], t
             [1, 2],
             r"tokenizer\.ggml\.eos_token_id: expected a whole number >= 0, got \[1",
         ),
-        ("tokenizer.ggml.eot_token_id", "x", r"tokenizer\.ggml\.eot_token_id: expected a whole number >= 0, got 'x'"),
+        (
+            "tokenizer.ggml.eot_token_id",
+            "x",
+            r"tokenizer\.ggml\.eot_token_id: expected a whole number >= 0, got 'x'",
+        ),
         ("tokenizer.ggml.tokens", 7, r"tokenizer\.ggml\.tokens: expected a list of strings, got 7"),
-        ("tokenizer.ggml.tokens", [7], r"tokenizer\.ggml\.tokens: expected a list of strings, got \[7\]"),
+        (
+            "tokenizer.ggml.tokens",
+            [7],
+            r"tokenizer\.ggml\.tokens: expected a list of strings, got \[7\]",
+        ),
         ("llama.block_count", "3", r"llama\.block_count: expected a whole number >= 1, got '3'"),
         ("general.name", b"\xff\xfe", "its head cannot be read"),
     ],
 )
 def test_metadata_of_a_wrong_kind_is_named(
-    key: str, value: object, said: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str,
+    value: object,
+    said: str,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def write(writer: GGUFWriter) -> None:
         writer.kv_data[0].pop(key, None)
@@ -375,7 +446,12 @@ def test_an_embedding_without_a_shape_is_refused(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def add(writer: GGUFWriter, name: str, tensor: np.ndarray, **more: Any) -> None:
-        add_tensor(writer, name, tensor.flatten()[0].reshape(()) if name == "token_embd.weight" else tensor, **more)
+        add_tensor(
+            writer,
+            name,
+            tensor.flatten()[0].reshape(()) if name == "token_embd.weight" else tensor,
+            **more,
+        )
 
     add_tensor = GGUFWriter.add_tensor
     monkeypatch.setattr(GGUFWriter, "add_tensor", add)
@@ -397,7 +473,9 @@ def test_a_cache_that_others_can_write_to_is_refused(
     for refused in (folder, folder.parent):
         for mode in (0o770, 0o702):
             refused.chmod(mode)
-            with pytest.raises(ConfigError, match=rf"{refused} is another user's .*; set XDG_CACHE_HOME"):
+            with pytest.raises(
+                ConfigError, match=rf"{refused} is another user's .*; set XDG_CACHE_HOME"
+            ):
                 resolve_model(str(tmp_path / "tiny.gguf"))
         refused.chmod(0o700)
     user = os.geteuid()
@@ -419,16 +497,28 @@ def _write_with(source: Path, path: Path, edit: Callable[[dict[str, np.ndarray]]
 def test_values_that_are_damaged_are_named(models: dict[str, Path], tmp_path: Path) -> None:
     _write_with(models["llama"], tmp_path / "a.gguf", nan_scale)
     folder = resolve_model(str(tmp_path / "a.gguf"))
-    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.q_proj\.weight has values that are infinite or NaN"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.1\.self_attn\.q_proj\.weight has values that are infinite or NaN",
+    ):
         load_decoder(folder, read_spec(folder), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model.layers.1.mlp.up_proj.weight": None}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
-        ({"model.norm.weight": torch.ones(63)}, r"model\.norm\.weight must be .*\[64\], got F32 \[63\]"),
-        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}, r"lacks model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": None},
+            r"lacks model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            {"model.norm.weight": torch.ones(63)},
+            r"model\.norm\.weight must be .*\[64\], got F32 \[63\]",
+        ),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.ones(128)},
+            r"lacks model\.layers\.0\.self_attn\.k_proj\.bias",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named_as_in_the_hub_s_layout(
@@ -437,7 +527,9 @@ def test_tensors_that_do_not_fit_are_named_as_in_the_hub_s_layout(
     from safetensors.torch import load_file
 
     tensors = {**load_file(models["llama"] / WEIGHTS), **changes}
-    source = as_checkpoint(models["llama"], tmp_path / "s", {n: t for n, t in tensors.items() if t is not None})
+    source = as_checkpoint(
+        models["llama"], tmp_path / "s", {n: t for n, t in tensors.items() if t is not None}
+    )
     write_gguf(source, tmp_path / "a.gguf", {"": Type.F16})
     folder = resolve_model(str(tmp_path / "a.gguf"))
     with pytest.raises(ConfigError, match=said):

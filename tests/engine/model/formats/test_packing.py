@@ -24,11 +24,15 @@ Q35 = Quantisation(layout="q3.5", bits=4)
 def _numbers(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
     bits = draw(st.sampled_from([4, 8]))
     shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 70)))
-    return bits, torch.from_numpy(draw(arrays(np.int32, shape, elements=st.integers(0, 2**bits - 1))))
+    return bits, torch.from_numpy(
+        draw(arrays(np.int32, shape, elements=st.integers(0, 2**bits - 1)))
+    )
 
 
 @given(_numbers())
-def test_words_are_packed_as_bit_by_bit_and_unpacked_again(numbers: tuple[int, torch.Tensor]) -> None:
+def test_words_are_packed_as_bit_by_bit_and_unpacked_again(
+    numbers: tuple[int, torch.Tensor],
+) -> None:
     bits, values = numbers
     packed = pack(values, bits)
     assert torch.equal(packed, words(values, bits))
@@ -36,7 +40,11 @@ def test_words_are_packed_as_bit_by_bit_and_unpacked_again(numbers: tuple[int, t
 
 
 @given(
-    arrays(np.uint8, st.tuples(st.integers(1, 4), st.integers(1, 3), st.just(64)), elements=st.integers(0, LEVELS - 1))
+    arrays(
+        np.uint8,
+        st.tuples(st.integers(1, 4), st.integers(1, 3), st.just(64)),
+        elements=st.integers(0, LEVELS - 1),
+    )
 )
 def test_levels_take_28_bytes_for_64_and_come_back(levels: np.ndarray) -> None:
     packed = pack_levels(torch.from_numpy(levels))
@@ -45,7 +53,13 @@ def test_levels_take_28_bytes_for_64_and_come_back(levels: np.ndarray) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 130)), elements=st.floats(-3, 3, width=16)))
+@given(
+    arrays(
+        np.float32,
+        st.tuples(st.integers(1, 3), st.integers(1, 130)),
+        elements=st.floats(-3, 3, width=16),
+    )
+)
 def test_a_weight_in_3_5_bits_is_at_most_half_a_step_off(values: np.ndarray) -> None:
     weight = torch.from_numpy(values)
     parts = encoded(weight)

@@ -29,7 +29,9 @@ from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-FIRST_OF_METHOD = {case.config["quant_method"]: name for name, case in reversed(CASES.items())}.values()
+FIRST_OF_METHOD = {
+    case.config["quant_method"]: name for name, case in reversed(CASES.items())
+}.values()
 PAIRS = [(case, "qwen2") for case in CASES] + [
     (case, architecture) for case in FIRST_OF_METHOD for architecture in ("llama", "qwen3")
 ]
@@ -37,7 +39,12 @@ PAIRS = [(case, "qwen2") for case in CASES] + [
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qv-rank8": {"rank": 8},
     "all-rank13": {"rank": 13, "targets": ALL_LINEAR},
-    "mlp-rslora": {"rank": 16, "alpha": 4, "targets": ("gate_proj", "down_proj"), "use_rslora": True},
+    "mlp-rslora": {
+        "rank": 16,
+        "alpha": 4,
+        "targets": ("gate_proj", "down_proj"),
+        "use_rslora": True,
+    },
 }
 
 
@@ -88,7 +95,9 @@ def test_logits_equal_the_dequantised_model(
     assert (found.bits, found.folds_input_scale) == (CASES[case].bits, CASES[case].folds)
     if architecture != "qwen2":
         return
-    driver.base = replace(driver.base, folds_input_scale=False)  # as if the adapters were made on this checkpoint
+    driver.base = replace(
+        driver.base, folds_input_scale=False
+    )  # as if the adapters were made on this checkpoint
     with_adapters = expected_logits_of_adapters(model.decoded, adapters)
     for adapter, logits in zip(adapters, with_adapters, strict=True):
         assert (logits - expected).abs().max() > 2 * TOLERANCE
@@ -96,7 +105,9 @@ def test_logits_equal_the_dequantised_model(
 
 
 @pytest.mark.parametrize("case", ["w4a16-ordered", "fine-grained", "gptq-asymmetric", "nf4"])
-def test_linears_that_were_left_out_stay_as_they_are(case: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_linears_that_were_left_out_stay_as_they_are(
+    case: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     model = made(case, models["qwen3"], tmp_path, plain=("o_proj", "gate_proj"))
     assert_same(StepDriver(model.stored).logits_alone(TOKENS), expected_logits(model.decoded))
 
@@ -106,7 +117,9 @@ def kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[torch.Tensor | I
     found: list[torch.Tensor | Int8Weight] = []
 
     def note(
-        weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None = None, weights: WeightFormat = "bf16"
+        weight: torch.Tensor | Int8Weight,
+        bias: torch.Tensor | None = None,
+        weights: WeightFormat = "bf16",
     ) -> Linear:
         found.append(weight)
         return make_linear(weight, bias, weights)
@@ -125,7 +138,9 @@ def test_rows_that_are_stored_in_8_bits_are_kept_as_they_are(
     qkv = kept(monkeypatch, model.stored)[0]
     assert isinstance(qkv, Int8Weight)
     codes = torch.cat([stored[f"{first}{name}_proj.weight"] for name in "qkv"])
-    scales = torch.cat([stored[f"{first}{name}_proj.weight_scale"].float().flatten() for name in "qkv"])
+    scales = torch.cat(
+        [stored[f"{first}{name}_proj.weight_scale"].float().flatten() for name in "qkv"]
+    )
     assert codes.min() == -128, "-128: rounding these rows again would change them"
     assert torch.equal(qkv.codes, codes)
     assert torch.equal(qkv.scales, scales)
@@ -138,4 +153,6 @@ def test_what_is_rounded_to_8_bits_is_not_rounded_to_16_before(
     assert isinstance(floats, torch.Tensor)
     assert floats.dtype == torch.float32
     mixed = made("w8a8", models["llama"], tmp_path, plain=("k_proj",))
-    assert isinstance(kept(monkeypatch, mixed.stored)[0], torch.Tensor), "one of the three is stored in floats"
+    assert isinstance(kept(monkeypatch, mixed.stored)[0], torch.Tensor), (
+        "one of the three is stored in floats"
+    )

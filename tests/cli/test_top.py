@@ -31,7 +31,7 @@ from manylora.adapters.ref import ResidentAdapter
 from manylora.cli import make_app, top
 from manylora.cli.top.frame import cells, frame, shares, tenant_rows, token_rates
 from manylora.config import environment
-from manylora.engine.status import TenantLoad
+from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora_server import DEMO_ADAPTERS, MANYLORA, manylora_server
 
 

@@ -172,9 +172,9 @@ class Scheduler:
             if self.grammars is not None and request.grammar is not None
             else None
         )
+        self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
         if request.flow.deadline_s is not None:
             self._deadlines.add(state, state.place.arrived_s + request.flow.deadline_s)
-        self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
         if matcher is not None:
             self._begin_matching(state, matcher)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):

@@ -224,7 +224,8 @@ class FairOrder:
             if other is child or not self._is_ahead(other, other.now, child):
                 continue
             row = self._last_row(other)
-            if row is not None and row.priority >= place.priority * isinstance(child, Flow):
+            # Priorities order the requests of one tenant: they keep no row from another tenant.
+            if row is not None and (row.priority >= place.priority or not isinstance(child, Flow)):
                 return row
         return None
 

@@ -242,6 +242,15 @@ def test_a_request_of_low_priority_takes_no_row_from_its_tenants_urgent_ones() -
     assert crowd.order.row_for(crowd.arrive("a", "y")) is None
 
 
+def test_a_priority_keeps_no_row_from_another_tenant() -> None:
+    crowd = Crowd()
+    flood = [crowd.arrive("a", priority=-1) for _ in range(4)]
+    for place in flood:
+        crowd.order.start(place)
+    crowd.order.charge([(place, 1000.0) for place in flood])
+    assert crowd.order.row_for(crowd.arrive("b")) is flood[-1]
+
+
 def test_where_nobody_is_active_the_last_leaver_counts() -> None:
     crowd = Crowd()
     (runs,) = crowd.run("busy")

@@ -24,7 +24,7 @@ from manylora.registry.db.clock import Clock
 from manylora.registry.db.database import Database, unavailable
 
 if TYPE_CHECKING:
-    from manylora.registry.keys import KeyRing
+    from manylora.registry.access.keys import KeyRing
     from manylora.registry.limits import Limits
     from manylora.registry.records import Resolution
 

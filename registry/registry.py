@@ -14,6 +14,9 @@ from sqlalchemy import select
 
 from manylora.data_folder import prepare_folder, read_pepper
 from manylora.registry import audit
+from manylora.registry.access.keys import KeyRing, Keys
+from manylora.registry.access.sessions import Sessions
+from manylora.registry.access.tenants import Tenants
 from manylora.registry.adapters import Adapters
 from manylora.registry.batches import Batches, Files
 from manylora.registry.cache import Changes, ReadThroughCache
@@ -21,14 +24,11 @@ from manylora.registry.db.clock import Clock, utc_now
 from manylora.registry.db.database import Database
 from manylora.registry.db.models import AuditRow, KeyRow
 from manylora.registry.grants import Grants
-from manylora.registry.keys import KeyRing, Keys
 from manylora.registry.limits import Limits
 from manylora.registry.names import check_text
 from manylora.registry.records import Resolution
 from manylora.registry.removal import EphemeralVersions
 from manylora.registry.servers import Servers
-from manylora.registry.sessions import Sessions
-from manylora.registry.tenants import Tenants
 from manylora.registry.uploads import Uploads
 from manylora.registry.usage.journal import Journal
 from manylora.registry.usage.ledger import UsageLedger

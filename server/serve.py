@@ -41,12 +41,7 @@ from manylora.server.auth.admin_key import (
 from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
-from manylora.server.drain import Drain
-from manylora.server.garbage import Sweeper
-from manylora.server.limits.database_turns import database_turns
-from manylora.server.limits.gate import Gate
-from manylora.server.limits.windows import Accounts
-from manylora.server.listen import (
+from manylora.server.http.listen import (
     ApiServer,
     Shutdown,
     bind,
@@ -56,17 +51,22 @@ from manylora.server.listen import (
     run_until_signal,
     url_of,
 )
-from manylora.server.logs import configure_logs
-from manylora.server.long_work import keep_interpreter_moving
-from manylora.server.pins import sync_pins
+from manylora.server.limits.accounts import Accounts
+from manylora.server.limits.gate import Gate
+from manylora.server.process.database_turns import database_turns
+from manylora.server.process.drain import Drain
+from manylora.server.process.logs import configure_logs
+from manylora.server.process.long_work import keep_interpreter_moving
+from manylora.server.process.threads import cancel_all
 from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.services import Services, base_names
 from manylora.server.status.metrics import Metrics
 from manylora.server.status.routes import metrics_response
 from manylora.server.status.vllm_names import VllmNames
-from manylora.server.threads import cancel_all
 from manylora.server.tools.formats import check_format_name, format_of
 from manylora.server.usage.price_file import read_prices
+from manylora.server.versions.garbage import Sweeper
+from manylora.server.versions.pins import sync_pins
 
 log = structlog.get_logger("manylora.server")
 Announce = Callable[[str], None]
@@ -201,7 +201,7 @@ async def open_services(
     metrics, scheduler = metrics_of(config, ready), config.scheduler
     accounts = Accounts()
     if is_replica:  # only servers over one database share limits
-        from manylora.server.limits.leases import open_leased_accounts
+        from manylora.server.limits.shared_accounts import open_leased_accounts
 
         accounts = await open_leased_accounts(registry, name, stack)
     services = Services(

@@ -15,12 +15,12 @@ from starlette.requests import Request
 
 import manylora
 from manylora.errors import EngineUnavailableError
-from manylora.server.adapters.upload_guards import Intake
+from manylora.server.adapters.idempotency import Intake
 from manylora.server.http.body import Pace
+from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.arrivals import Arrivals
-from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.limits.windows import Accounts
-from manylora.server.long_work import LongWork
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.long_work import LongWork
 from manylora.server.status.feed import EngineFeed
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from manylora.registry.usage.prices import PriceTable
     from manylora.server.adapters.staged_files import StagedFiles
     from manylora.server.adapters.validation import AdapterValidator
-    from manylora.server.drain import Drain
     from manylora.server.limits.gate import Gate
+    from manylora.server.process.drain import Drain
     from manylora.server.sandbox.chat_renderer import ChatRenderer
     from manylora.server.status.metrics import Metrics
 

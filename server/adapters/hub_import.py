@@ -15,7 +15,7 @@ from manylora.adapters.blobs.store import may_lack_tls
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.errors import CapacityError, InvalidRequestError, NotFoundError, PayloadTooLargeError
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE
-from manylora.server.threads import in_thread
+from manylora.server.process.threads import in_thread
 
 IMPORT_S = 600.0
 """Seconds for both files."""

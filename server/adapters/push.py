@@ -23,6 +23,7 @@ from manylora.adapters.blobs.local import PIECE_BYTES, BlobWriter, open_below
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.errors import ForbiddenError, InvalidRequestError, PayloadTooLargeError
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, Ephemeral
+from manylora.server.adapters.idempotency import answered
 from manylora.server.adapters.publish import (
     VersionDraft,
     checked_name,
@@ -32,14 +33,13 @@ from manylora.server.adapters.publish import (
 )
 from manylora.server.adapters.routes import PUBLISHES
 from manylora.server.adapters.schemas import LoadBody, UnloadBody
-from manylora.server.adapters.upload_guards import answered
 from manylora.server.auth.callers import TenantCaller, TenantWriter
-from manylora.server.garbage import remove_unreferenced
 from manylora.server.http.body import content_length
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import error_answer, takes, takes_bytes
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services, Wired
-from manylora.server.threads import in_thread
+from manylora.server.versions.garbage import remove_unreferenced
 
 CONFIG_HEADER = "x-manylora-adapter-config"
 

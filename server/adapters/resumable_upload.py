@@ -23,8 +23,8 @@ from manylora.server.adapters.schemas import UploadBody, UploadView, upload_view
 from manylora.server.auth.callers import TenantCaller
 from manylora.server.errors import error_body
 from manylora.server.http.form import digest_mismatch
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
-from manylora.server.threads import in_thread
 
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
 

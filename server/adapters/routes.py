@@ -16,6 +16,7 @@ from manylora.registry.uploads import Answer, Retry
 from manylora.server.adapters import schemas
 from manylora.server.adapters.fit import Room, find_fit, planned_item, waste
 from manylora.server.adapters.hub_import import fetch, reader_of
+from manylora.server.adapters.idempotency import FILES, once
 from manylora.server.adapters.publish import (
     VersionDraft,
     checked_name,
@@ -24,7 +25,6 @@ from manylora.server.adapters.publish import (
     receive_adapter,
 )
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
-from manylora.server.adapters.upload_guards import FILES, once
 from manylora.server.auth.callers import (
     Admin,
     AnyTenantReader,
@@ -36,14 +36,14 @@ from manylora.server.auth.callers import (
     bound,
     for_tenant,
 )
-from manylora.server.garbage import remove_unreferenced
 from manylora.server.http.form import UploadForm
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes, takes_bytes, takes_form, takes_retries
-from manylora.server.model_name import resolve_model
-from manylora.server.pins import check_pinned_pages, sync_pins
+from manylora.server.process.threads import acting
 from manylora.server.services import Services, Wired
-from manylora.server.threads import acting
+from manylora.server.versions.garbage import remove_unreferenced
+from manylora.server.versions.names import resolve_model
+from manylora.server.versions.pins import check_pinned_pages, sync_pins
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]

@@ -22,14 +22,14 @@ from manylora.adapters.lora.layout import adapter_pages
 from manylora.adapters.ref import LoraSpec, content_digest
 from manylora.engine.status import EngineReady
 from manylora.registry.records import VersionFacts
-from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import acting
 from manylora.server.sandbox.processes import (
     LimitReachedError,
     NoAnswerError,
     ProcessLostError,
     SandboxedProcesses,
 )
-from manylora.server.threads import acting
 
 CHILDREN = 2
 """Uploads that are validated at once; twice as many while one tenant has more than its share."""

@@ -27,9 +27,9 @@ from manylora.server.generation.response import PlannedGeneration, whole_answer
 from manylora.server.generation.routes import plan_generation
 from manylora.server.generation.schemas import CompletionBody
 from manylora.server.http.json_body import validate
-from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.limits.rates import admit
 from manylora.server.limits.reservation import LimitReservation
+from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.responses.routes import plan_response
 from manylora.server.responses.schemas import ResponsesBody
 from manylora.server.services import Services

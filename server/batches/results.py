@@ -11,8 +11,8 @@ import structlog
 from manylora.errors import CapacityError
 from manylora.registry.batches import LineResult, new_file
 from manylora.registry.db.models import BatchRow
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
-from manylora.server.threads import in_thread
 
 log = structlog.get_logger("manylora.server")
 COMMIT_S = 0.1

@@ -19,10 +19,10 @@ from manylora.registry.db.models import BatchRow
 from manylora.server.batches.input_lines import check_input, input_error, parse_line, read_lines
 from manylora.server.batches.line_run import LineRunner
 from manylora.server.batches.results import ResultCommits, write_files
-from manylora.server.drain import first_of
-from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.process.drain import first_of
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import Acting, acting, cancel_all
 from manylora.server.services import Services
-from manylora.server.threads import Acting, acting, cancel_all
 
 log = structlog.get_logger("manylora.server")
 LOOK_S = 2.0

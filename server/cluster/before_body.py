@@ -18,11 +18,11 @@ from manylora.server.cluster.forwarding import BROKEN, Forwarding, url_of, whole
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import PROBE
-from manylora.server.drain import Exchange
 from manylora.server.http.body import content_length
+from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.rates import reservation_of
 from manylora.server.limits.reservation import Holder, Share
-from manylora.server.limits.windows import Accounts
+from manylora.server.process.drain import Exchange
 
 LONG_BYTES = 16 * 1024
 """A body of more bytes is read only after a replica said that its request may come in."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 from manylora.server.cluster.loads import ranked
-from manylora.server.pins import sync_pins
+from manylora.server.process.threads import repeat
 from manylora.server.services import Services
-from manylora.server.threads import repeat
+from manylora.server.versions.pins import sync_pins
 
 LOOK_S = 0.5
 """Seconds between two looks; a change is followed within a second."""

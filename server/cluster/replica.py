@@ -37,9 +37,9 @@ from manylora.server.cluster.wire import (
 from manylora.server.hop import Hop
 from manylora.server.http.sse import ClosingResponse
 from manylora.server.http.wire import TRUST
+from manylora.server.process.threads import cancel_all
 from manylora.server.services import Services
 from manylora.server.status.readiness import can_generate
-from manylora.server.threads import cancel_all
 
 RESIDENTS_S = 1.0
 """Seconds between two looks at which adapters the engine has."""

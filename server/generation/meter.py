@@ -26,9 +26,9 @@ from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
 from manylora.server.hop import Counts, Hop
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.long_work import BYTES_PER_CHARACTER
-from manylora.server.model_name import ResolvedModel
+from manylora.server.process.long_work import BYTES_PER_CHARACTER
 from manylora.server.services import Services
+from manylora.server.versions.names import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128

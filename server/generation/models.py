@@ -10,8 +10,8 @@ from manylora.errors import NotFoundError
 from manylora.registry.records import AdapterIdentity, AdapterVersion
 from manylora.server.auth.callers import AnyCaller
 from manylora.server.http.bodies import View
-from manylora.server.model_name import resolve_model
 from manylora.server.services import Services, Wired
+from manylora.server.versions.names import resolve_model
 
 router = APIRouter(tags=["models"])
 PAGE = 1000

@@ -34,10 +34,10 @@ from manylora.server.limits.gate import Admission
 from manylora.server.limits.prediction import Ask
 from manylora.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.long_work import INLINE_BYTES
-from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
+from manylora.server.process.long_work import INLINE_BYTES
 from manylora.server.sandbox.grammar_check import turn_of
 from manylora.server.services import Services, services_of
+from manylora.server.versions.names import ResolvedModel, hold_weights, resolve_model
 
 if TYPE_CHECKING:
     from manylora.server.generation.items import ItemWriter

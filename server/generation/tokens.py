@@ -21,9 +21,9 @@ from manylora.server.http.body import content_length
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import OBJECT, sends, takes
 from manylora.server.limits.rates import TokenizingCaller, reservation_of
-from manylora.server.long_work import BYTES_PER_CHARACTER
-from manylora.server.model_name import resolve_model
+from manylora.server.process.long_work import BYTES_PER_CHARACTER
 from manylora.server.services import Services, Wired, services_of
+from manylora.server.versions.names import resolve_model
 
 router = APIRouter(tags=["tokens"])
 ResultT = TypeVar("ResultT")

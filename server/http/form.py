@@ -23,7 +23,7 @@ from manylora.errors import (
 )
 from manylora.server.http.body import STREAM_BYTES, Pace, held_body, read_chunks
 from manylora.server.http.openapi import BINARY, TEXT
-from manylora.server.threads import in_thread
+from manylora.server.process.threads import in_thread
 
 FORM_BYTES = 1 << 20
 """Most bytes of an upload besides the weights: other parts, headers, boundaries."""

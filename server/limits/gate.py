@@ -2,7 +2,7 @@
 
 The engine shares its steps fairly among tenants: a tenant waits only behind its own requests, and its wait is its
 waiting work divided by its rate. A request that would wait too long is refused before it is tokenized, with the time to
-come back (`manylora.server.limits.return_slots`). Each decision is O(1) in requests and tenants.
+come back (`manylora.server.limits.return_times`). Each decision is O(1) in requests and tenants.
 
 Each tenant's part of the queue goes by what is free: Choudhury and Hahne, "Dynamic Queue Length Thresholds for
 Shared-Memory Packet Switches" (1998).
@@ -26,7 +26,7 @@ from manylora.server.limits.prediction import (
     Prediction,
     cost,
 )
-from manylora.server.limits.return_slots import ReturnSlots
+from manylora.server.limits.return_times import ReturnSlots
 
 if TYPE_CHECKING:
     from manylora.engine.status import EngineLoad

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from manylora.errors import QuotaExceededError, RateLimitError
 from manylora.registry.limits import Limits
-from manylora.server.limits.windows import Account, Mark, Window
+from manylora.server.limits.accounts import Account, Mark, Window
 
 NEAR_TOKENS = 256
 """An answer without a bound that has so few reserved tokens left will soon need more."""

@@ -20,8 +20,8 @@ from manylora.server.messages.schemas import (
     TokenCountView,
 )
 from manylora.server.messages.writer import MessageWriter
-from manylora.server.model_name import resolve_model
 from manylora.server.services import Wired
+from manylora.server.versions.names import resolve_model
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 count_router = APIRouter(tags=["tokens"])

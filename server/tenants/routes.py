@@ -14,14 +14,14 @@ from manylora.errors import NotFoundError
 from manylora.registry.db.models import GrantRow
 from manylora.registry.names import MAX_INTEGER
 from manylora.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
-from manylora.server.garbage import remove_unreferenced
 from manylora.server.http.bodies import HeldView, NamedView
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
 from manylora.server.limits.rates import shares_of
-from manylora.server.pins import pinned_pages
 from manylora.server.services import Services, Wired
 from manylora.server.tenants import schemas
+from manylora.server.versions.garbage import remove_unreferenced
+from manylora.server.versions.pins import pinned_pages
 
 router = APIRouter(tags=["tenants"])
 audit_router = APIRouter(tags=["audit"])

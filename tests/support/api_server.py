@@ -25,11 +25,11 @@ from manylora.registry.db.clock import utc_now
 from manylora.registry.registry import Registry
 from manylora.server.adapters.staged_files import open_staged
 from manylora.server.app import create_app
-from manylora.server.drain import Drain
 from manylora.server.http.body import Pace
-from manylora.server.limits.database_turns import database_turns
+from manylora.server.http.listen import ApiServer, bind, url_of
 from manylora.server.limits.gate import Gate
-from manylora.server.listen import ApiServer, bind, url_of
+from manylora.server.process.database_turns import database_turns
+from manylora.server.process.drain import Drain
 from manylora.server.serve import metrics_of
 from manylora.server.services import Services, base_names
 from quick_renderer import QuickRenderer

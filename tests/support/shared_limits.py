@@ -16,15 +16,15 @@ from typing import Any, cast
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.errors import CapacityError, RateLimitError
+from manylora.registry.access.limit_leases import LeaseAsk, LimitLeases
 from manylora.registry.db.clock import from_micros, to_micros
 from manylora.registry.db.database import Database
-from manylora.registry.limit_leases import LeaseAsk, LimitLeases
 from manylora.registry.limits import Limits
 from manylora.registry.records import UsageEvent
 from manylora.registry.usage.ledger import UsageLedger
 from manylora.registry.usage.write import insert_events
-from manylora.server.limits.leases import LeasedAccounts
 from manylora.server.limits.reservation import LimitReservation, Share
+from manylora.server.limits.shared_accounts import LeasedAccounts
 
 SKEW = (0.7, 0.2, 0.08, 0.02)
 STEP_S = 0.01

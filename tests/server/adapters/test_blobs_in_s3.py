@@ -21,9 +21,9 @@ from manylora.cli import make_app
 from manylora.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.server.adapters.validation import AdapterValidator
-from manylora.server.garbage import Sweeper
+from manylora.server.process.threads import cancel_all
 from manylora.server.serve import open_blob_store
-from manylora.server.threads import cancel_all
+from manylora.server.versions.garbage import Sweeper
 from s3_server import SECRET_KEY, S3Server
 
 pytestmark = pytest.mark.anyio

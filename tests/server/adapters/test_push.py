@@ -20,8 +20,8 @@ from bad_uploads import bad_uploads
 from fake_engine import demo_ready
 from manylora.config import AdapterConfig
 from manylora.server.adapters.push import CONFIG_HEADER
-from manylora.server.garbage import Sweeper
 from manylora.server.http.wire import MAX_HEAD_BYTES
+from manylora.server.versions.garbage import Sweeper
 
 pytestmark = pytest.mark.anyio
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

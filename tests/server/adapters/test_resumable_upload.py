@@ -18,11 +18,11 @@ from api_server import api as open_api
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.errors import CapacityError
 from manylora.registry.records import VersionFacts
-from manylora.server import garbage as removal
 from manylora.server.adapters.schemas import AdapterView, UploadList, UploadView
-from manylora.server.garbage import Sweeper
 from manylora.server.http.body import Pace
-from manylora.server.threads import cancel_all
+from manylora.server.process.threads import cancel_all
+from manylora.server.versions import garbage as removal
+from manylora.server.versions.garbage import Sweeper
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
 from postgres_server import KINDS, database_of
 from raw_http import head_of

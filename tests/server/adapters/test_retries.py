@@ -17,7 +17,7 @@ from manylora.registry.records import FileFacts, UploadDraft
 from manylora.registry.registry import Registry
 from manylora.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
 from manylora.server.adapters.validation import AdapterValidator
-from manylora.server.garbage import Sweeper
+from manylora.server.versions.garbage import Sweeper
 from piecewise_client import WEIGHTS, announce, code, complete, send_all
 from postgres_server import KINDS, database_of
 from registry_samples import facts

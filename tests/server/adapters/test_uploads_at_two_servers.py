@@ -19,7 +19,7 @@ from api_server import api as open_api
 from manylora.errors import BusyError, CapacityError, ConflictError
 from manylora.server.adapters import staged_files
 from manylora.server.adapters.staged_files import StagedFolder, StagedObjects
-from manylora.server.garbage import Sweeper
+from manylora.server.versions.garbage import Sweeper
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, put, send_all
 from postgres_server import KINDS, database_of
 from s3_server import S3Server

@@ -10,7 +10,7 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api, eventually
 from manylora.server.adapters.validation import CHILDREN
-from manylora.server.threads import acting
+from manylora.server.process.threads import acting
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,7 @@ from fake_engine import FakeEngine, Work, demo_tokenizer
 from manylora.engine.request import GenerationRequest, RequestError
 from manylora.registry.records import UsageEvent
 from manylora.server.http.wire import IS_CLOSING
-from manylora.server.limits.windows import Account
+from manylora.server.limits.accounts import Account
 
 pytestmark = pytest.mark.anyio
 NUM_ENDS = 1_600

@@ -23,7 +23,7 @@ from manylora.engine.request import RequestError
 from manylora.errors import CapacityError
 from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS
 from manylora.server.generation import routes as routes_generation
-from manylora.server.limits.windows import Accounts
+from manylora.server.limits.accounts import Accounts
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]

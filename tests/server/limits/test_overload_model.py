@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from manylora.server.limits.return_slots import ReturnSlots
+from manylora.server.limits.return_times import ReturnSlots
 from overload_model import CAPACITY, MAX_WAIT_S, Client, Overload, Traffic
 
 pytestmark = pytest.mark.no_cover

@@ -18,10 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
-from manylora.registry import limit_leases
+from manylora.registry.access import limit_leases
 from manylora.registry.db.clock import to_micros, utc_now
 from manylora.registry.registry import Registry
-from manylora.server.limits.leases import LeasedAccounts, open_leased_accounts
+from manylora.server.limits.shared_accounts import LeasedAccounts, open_leased_accounts
 from postgres_server import KINDS, fresh_database
 from registry_samples import NOON, usage_event
 

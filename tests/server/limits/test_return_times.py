@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.server.limits.return_slots import (
+from manylora.server.limits.return_times import (
     FIRST_ONLY,
     GRACE_S,
     MAX_SLOT_S,

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from api_server import eventually
-from manylora.server import long_work
-from manylora.server.long_work import INLINE_BYTES, MEDIUM_BYTES, LongWork
+from manylora.server.process import long_work
+from manylora.server.process.long_work import INLINE_BYTES, MEDIUM_BYTES, LongWork
 
 pytestmark = pytest.mark.anyio
 LONG = MEDIUM_BYTES + 1

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from manylora.server.limits import fair_semaphore
-from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.process import fair_semaphore
+from manylora.server.process.fair_semaphore import FairSemaphore
 
 pytestmark = pytest.mark.anyio
 

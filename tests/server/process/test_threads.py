@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from manylora.errors import CapacityError
 from manylora.registry.db.database import Database
-from manylora.server.limits.database_turns import database_turns
-from manylora.server.threads import Acting, FairThreads, acting, repeat
+from manylora.server.process.database_turns import database_turns
+from manylora.server.process.threads import Acting, FairThreads, acting, repeat
 from postgres_server import KINDS, database_of
 
 pytestmark = pytest.mark.anyio

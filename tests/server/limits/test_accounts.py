@@ -17,9 +17,9 @@ from manylora.errors import QuotaExceededError, RateLimitError
 from manylora.registry.db.clock import month_after, month_of
 from manylora.registry.limits import UNLIMITED, Limits
 from manylora.server.errors import error_headers
-from manylora.server.limits import windows
+from manylora.server.limits import accounts as accounts_module
+from manylora.server.limits.accounts import Account, Accounts, Window
 from manylora.server.limits.reservation import LimitReservation, Share
-from manylora.server.limits.windows import Account, Accounts, Window
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 MAY = datetime(2026, 5, 1, tzinfo=UTC)
@@ -145,7 +145,7 @@ def test_months_are_those_of_utc(moment: str, first: str, following: str) -> Non
 def test_accounts_of_those_who_left_are_forgotten_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(windows, "MAX_ACCOUNTS", 10)
+    monkeypatch.setattr(accounts_module, "MAX_ACCOUNTS", 10)
     accounts = Accounts()
     kept = accounts.of("key_kept", 0.0)
     kept.in_flight = 1

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.config import usable_cores
 from manylora.errors import ConfigError, NotFoundError
-from manylora.server.drain import Drain
 from manylora.server.errors import error_response
 from manylora.server.http.connection_room import (
     ConnectionRoom,
@@ -24,7 +23,8 @@ from manylora.server.http.connection_room import (
     raise_descriptor_limit,
 )
 from manylora.server.http.wire import BoundedReads
-from manylora.server.threads import FairThreads
+from manylora.server.process.drain import Drain
+from manylora.server.process.threads import FairThreads
 
 log = structlog.get_logger("manylora.server")
 KEEP_ALIVE_S = 65

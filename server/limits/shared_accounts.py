@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, cast
 from sqlalchemy.exc import SQLAlchemyError
 
 from manylora.errors import CapacityError
+from manylora.registry.access.limit_leases import LimitLeases
 from manylora.registry.cache import MAX_AGE_S, PATIENCE_S
 from manylora.registry.db.database import unavailable
-from manylora.registry.limit_leases import LimitLeases
 from manylora.registry.limits import Limits
-from manylora.server.limits.lease import TICK_S, Lease
-from manylora.server.limits.windows import Account, Accounts
+from manylora.server.limits.accounts import Account, Accounts
+from manylora.server.limits.limit_lease import TICK_S, Lease
 
 if TYPE_CHECKING:
     from manylora.registry.registry import Registry

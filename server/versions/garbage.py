@@ -9,9 +9,9 @@ import structlog
 
 from manylora.errors import CapacityError, EngineUnavailableError, ManyloraError
 from manylora.registry.records import Removed
-from manylora.server.pins import sync_pins
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
-from manylora.server.threads import in_thread
+from manylora.server.versions.pins import sync_pins
 
 log = structlog.get_logger("manylora.server")
 IN_USE_POLL_S = 0.5

@@ -15,8 +15,8 @@ from manylora.registry.registry import Registry
 from manylora.server.cluster import app as cluster_app
 from manylora.server.cluster import serve as gateway
 from manylora.server.cluster.app import GatewayApps
-from manylora.server.drain import Drain
-from manylora.server.listen import bind, listen, listen_beside, run_until_signal
+from manylora.server.http.listen import bind, listen, listen_beside, run_until_signal
+from manylora.server.process.drain import Drain
 
 
 @pytest.mark.parametrize("setting", ["server.port", "server.metrics_port"])

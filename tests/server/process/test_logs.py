@@ -18,7 +18,7 @@ HOSTILE = [
 ]
 PROGRAM = """
 import json, logging, sys, structlog
-from manylora.server.logs import configure_logs
+from manylora.server.process.logs import configure_logs
 configure_logs()
 log = structlog.get_logger("manylora.server")
 for text in json.load(sys.stdin):

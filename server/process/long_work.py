@@ -17,7 +17,7 @@ from contextvars import copy_context
 from typing import TypeVar
 
 from manylora.config import usable_cores
-from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.process.fair_semaphore import FairSemaphore
 
 INLINE_BYTES = 16 * 1024
 """Up to this size, work is done on the event loop: a thread would cost more."""

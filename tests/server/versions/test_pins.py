@@ -11,8 +11,8 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api, Client
 from manylora.engine.status import ResidentAdapter
-from manylora.server.pins import sync_pins
 from manylora.server.status.metrics import Metrics
+from manylora.server.versions.pins import sync_pins
 
 pytestmark = pytest.mark.anyio
 

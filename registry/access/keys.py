@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.errors import AuthenticationError, InvalidRequestError
 from manylora.registry import audit
+from manylora.registry.access.tenants import tenant_row
 from manylora.registry.audit import ADMIN
 from manylora.registry.cache import Changes, ReadThroughCache, Transactions
 from manylora.registry.db.clock import Clock, iso
@@ -27,7 +28,6 @@ from manylora.registry.db.models import KeyRow, SessionRow, TenantRow
 from manylora.registry.limits import KEY_LIMITS, Limits, checked_limits
 from manylora.registry.names import check_text, no_such
 from manylora.registry.records import SCOPES, Credential, Identity, Scope
-from manylora.registry.tenants import tenant_row
 
 MAX_SECRET = 512
 

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from manylora.registry.cache import MAX_OUTAGE_S
-from manylora.registry.limit_leases import (
+from manylora.registry.access.limit_leases import (
     AHEAD_SHARE,
     MINUTELY,
     SLOT_US,
@@ -20,11 +19,12 @@ from manylora.registry.limit_leases import (
     LeaseAnswer,
     LeaseAsk,
 )
+from manylora.registry.cache import MAX_OUTAGE_S
 from manylora.registry.limits import Limits
-from manylora.server.limits.windows import SPAN_S, Mark, Window
+from manylora.server.limits.accounts import SPAN_S, Mark, Window
 
 if TYPE_CHECKING:
-    from manylora.server.limits.leases import LeasedAccounts
+    from manylora.server.limits.shared_accounts import LeasedAccounts
 
 TICK_S = 0.1
 LEASE_S = 1.0

@@ -6,10 +6,10 @@ from datetime import timedelta
 import pytest
 
 from manylora.errors import AuthenticationError
+from manylora.registry.access.sessions import LINK_S, MAX_PER_SECRET, SESSION_S
 from manylora.registry.db.models import TenantRow
 from manylora.registry.records import Credential, Identity
 from manylora.registry.registry import Registry
-from manylora.registry.sessions import LINK_S, MAX_PER_SECRET, SESSION_S
 from registry_samples import StandingClock
 
 pytestmark = pytest.mark.anyio

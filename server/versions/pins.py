@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from manylora.errors import AdapterUnavailableError, ForbiddenError
 from manylora.registry.records import Adapter, VersionFacts
+from manylora.server.process.threads import acting
 from manylora.server.services import Services
-from manylora.server.threads import acting
 
 
 async def check_pinned_pages(

@@ -12,8 +12,8 @@ import pytest
 from api_server import Api, eventually
 from blob_io import store
 from manylora.errors import CapacityError
-from manylora.server.garbage import HOLD_S, Sweeper, delete_blobs
-from manylora.server.threads import cancel_all
+from manylora.server.process.threads import cancel_all
+from manylora.server.versions.garbage import HOLD_S, Sweeper, delete_blobs
 
 pytestmark = pytest.mark.anyio
 

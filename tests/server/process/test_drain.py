@@ -7,8 +7,8 @@ import pytest
 from api_adapters import upload
 from api_server import Api, Client, eventually
 from manylora.errors import DrainingError
-from manylora.server.drain import Drain
-from manylora.server.listen import ApiServer, Shutdown
+from manylora.server.http.listen import ApiServer, Shutdown
+from manylora.server.process.drain import Drain
 
 pytestmark = pytest.mark.anyio
 

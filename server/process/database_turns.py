@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manylora.registry.db.database import Turns
-from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.threads import FairThreads, acting
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import FairThreads, acting
 
 READERS = 4
 """Reads at the same time; with the spare ones and the writer, as many as there are connections."""

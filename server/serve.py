@@ -201,9 +201,9 @@ async def open_services(
     metrics, scheduler = metrics_of(config, ready), config.scheduler
     accounts = Accounts()
     if is_replica:  # only servers over one database share limits
-        from manylora.server.limits.shared_accounts import open_leased_accounts
+        from manylora.server.limits.shared_accounts import open_shared_accounts
 
-        accounts = await open_leased_accounts(registry, name, stack)
+        accounts = await open_shared_accounts(registry, name, stack)
     services = Services(
         config=config,
         registry=registry,

@@ -25,57 +25,57 @@ from manylora.registry.db.clock import MINUTE_US, from_micros, month_after, mont
 from manylora.registry.db.database import Database, database_us, insert_into
 from manylora.registry.db.models import LimitBucketRow, LimitLeaseRow, UsageMonthRow
 
-Kind = Literal[
+LimitKind = Literal[
     "requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"
 ]
 MINUTELY = ("requests_per_minute", "tokens_per_minute")
 Clock = Callable[[AsyncSession], Awaitable[int]]
 """Gives the microseconds since 1970 on a clock that all servers share."""
 SLOT_US = 5_000_000
-"""Requests of a server that does not renew them count for so long."""
+"""Lease time of concurrent requests."""
 HELD_US = 65_000_000
-"""The same for its part of other limits; longer than a server spends what it holds without the database."""
+"""Lease time of per-minute and per-month parts; exceeds the time for which a server spends without the database."""
 AHEAD_SHARE = 8
-"""For later requests a server gets at most this part of what is left: the rest is for other servers."""
+"""Divisor of what is left: a server gets at most this part for later requests, the rest is for other servers."""
 KEPT_US = 10 * MINUTE_US
-"""Rows that say nothing any more are deleted after so long."""
+"""Age at which rows that say nothing any more are deleted."""
 
 
 class LeaseAnswer(NamedTuple):
-    """What a server got of one limit, and how it stands."""
+    """Amount that a server got of one limit, and the state of the limit."""
 
     granted: int
     used: float
-    """Of the limit, by all servers, with all that they hold."""
+    """Amount of the limit that all servers used or hold."""
     at: int
-    """When that was so, in microseconds since 1970."""
+    """Time of this state, in microseconds since 1970."""
     returned: float
-    """Per minute only: all that was ever given back."""
+    """Per minute only: sum of all amounts that were given back."""
     billed: int
     """Per month only: tokens in the ledger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseAsk:
-    """What a server holds, gives back and needs of one limit."""
+class LeaseRequest:
+    """Request of a server: what it holds, gives back and needs of one limit."""
 
     holder_id: str
     """A tenant or a key."""
-    kind: Kind
+    kind: LimitKind
     limit: int | None
     """None: nothing is limited, the answer only tells what is used."""
     held: int
-    """What the server goes on holding; it counts even if it is more than the limit."""
+    """Amount that the server goes on holding; it counts even if it is more than the limit."""
     spare: int
     """The part of `held` that is free for `needs`."""
     back: int
-    """Per minute only: what was held and not used. Below 0: what was used without being held."""
+    """Per minute only: amount that was held and not used; below 0, amount that was used and not held."""
     returns: Sequence[tuple[int, LeaseAnswer]]
-    """Per minute only: what requests took and did not use, with the last answer before they took it."""
+    """Per minute only: amounts that requests took and did not use, with the last answer before they took them."""
     needs: Sequence[int]
-    """Of requests that wait, in their order: each is fulfilled or not."""
+    """Amounts that waiting requests need, in their order: each is fulfilled or not."""
     ahead: int
-    """What requests probably need next."""
+    """Amount that later requests probably need."""
 
 
 class LimitLeases:
@@ -93,7 +93,7 @@ class LimitLeases:
         self._clock = clock
         self._next_sweep = 0
         self.is_in_doubt = False
-        """Whether an exchange that failed may have happened all the same."""
+        """True if an exchange that failed may have happened all the same."""
 
     async def forget(self, *, is_billed: bool) -> None:
         """Delete this server's leases: nothing of it runs.
@@ -115,11 +115,13 @@ class LimitLeases:
                 await session.execute(months.values(kept))
             await session.execute(delete(LimitLeaseRow).where(LimitLeaseRow.owner == self._owner))
 
-    async def exchange(self, asks: Sequence[LeaseAsk], grace_us: int = 0) -> list[LeaseAnswer]:
+    async def exchange(
+        self, requests: Sequence[LeaseRequest], grace_us: int = 0
+    ) -> list[LeaseAnswer]:
         """Give back and take, in one transaction.
 
         Args:
-            asks: At most one for each holder and kind.
+            requests: At most one for each holder and kind.
             grace_us: Leases of others that ended so lately still count. Their owners could not renew them while the
                 database was away.
 
@@ -129,11 +131,12 @@ class LimitLeases:
         Raises:
             CapacityError: The database cannot answer; code db.unavailable. Nothing or all of it has happened.
         """
-        self.is_in_doubt, lease, bucket = False, LimitLeaseRow, LimitBucketRow
+        self.is_in_doubt = False
+        lease, bucket = LimitLeaseRow, LimitBucketRow
         async with self._database.write() as session:
             now = await self._clock(session)
             month = month_of(from_micros(now))
-            ids = {ask.holder_id for ask in asks}
+            ids = {request.holder_id for request in requests}
             others = (
                 lease.holder_id.in_(ids),
                 lease.owner != self._owner,
@@ -145,7 +148,9 @@ class LimitLeases:
             rows = await session.scalars(select(bucket).where(bucket.holder_id.in_(ids)))
             buckets = {(row.holder_id, row.kind): row for row in rows}
             billed = await _billed(
-                session, {a.holder_id for a in asks if a.kind == "tokens_per_month"}, month
+                session,
+                {each.holder_id for each in requests if each.kind == "tokens_per_month"},
+                month,
             )
             # A month's lease stays: only its owner knows whether the ledger has all that it used.
             untils = {
@@ -153,19 +158,23 @@ class LimitLeases:
                 "concurrent_requests": now + SLOT_US,
             }
             answers, leases, changed = [], [], []
-            for ask in asks:
-                key, name = (
-                    (ask.holder_id, ask.kind),
-                    {"holder_id": ask.holder_id, "kind": ask.kind},
+            for request in requests:
+                key = (request.holder_id, request.kind)
+                name = {"holder_id": request.holder_id, "kind": request.kind}
+                answer = _answer(
+                    request, held.get(key, 0), buckets.get(key), billed.get(key, 0), now
                 )
-                answer = _answer(ask, held.get(key, 0), buckets.get(key), billed.get(key, 0), now)
                 answers.append(answer)
-                until = untils.get(ask.kind, now + HELD_US)
+                until = untils.get(request.kind, now + HELD_US)
                 leases.append(
                     name
-                    | {"owner": self._owner, "amount": ask.held + answer.granted, "until": until}
+                    | {
+                        "owner": self._owner,
+                        "amount": request.held + answer.granted,
+                        "until": until,
+                    }
                 )
-                if ask.kind in MINUTELY:
+                if request.kind in MINUTELY:
                     changed.append(
                         name | {"used": answer.used, "at": answer.at, "returned": answer.returned}
                     )
@@ -199,20 +208,25 @@ async def _billed(
 
 
 def _answer(
-    ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: int, now: int
+    request: LeaseRequest, others: int, bucket: LimitBucketRow | None, billed: int, now: int
 ) -> LeaseAnswer:
-    """The answer, where other servers hold so much."""
-    used, returned, rate = float(billed + others + ask.held), 0.0, (ask.limit or 0) / MINUTE_US
-    if ask.kind in MINUTELY:
+    """Answer to a request, where other servers hold the amount `others`."""
+    used = float(billed + others + request.held)
+    returned = 0.0
+    rate = (request.limit or 0) / MINUTE_US
+    if request.kind in MINUTELY:
         least, used = used, 0.0
         if bucket is not None:  # if the clock was set back, the bucket refills from now on
             used, returned = bucket.used - rate * max(0, now - bucket.at), bucket.returned
-        used, returned = max(used, least + max(0, ask.back)) - ask.back, returned + max(0, ask.back)
-        used = min(used, ask.limit or 0)  # a smaller limit begins used up, not in debt
-        for amount, seen in ask.returns:
+        used, returned = (
+            max(used, least + max(0, request.back)) - request.back,
+            returned + max(0, request.back),
+        )
+        used = min(used, request.limit or 0)  # a smaller limit begins used up, not in debt
+        for amount, seen in request.returns:
             # Tokens that drained while they were reserved are not given back: with those taken since, any window would
             # have more than the limit. `used + returned` has fallen only as the bucket drained.
-            low = min(seen.used, ask.limit or 0) + seen.returned - rate * max(0, now - seen.at)
+            low = min(seen.used, request.limit or 0) + seen.returned - rate * max(0, now - seen.at)
             credit = (
                 max(0.0, min(amount, low - returned))
                 if returned >= seen.returned and now >= seen.at
@@ -221,13 +235,13 @@ def _answer(
             used, returned = used - credit, returned + credit
         used = max(used, least)
     granted = 0
-    if ask.limit is not None:
-        left = int(ask.limit - used + 1e-6)
-        room = left + ask.spare
-        for need in ask.needs:
+    if request.limit is not None:
+        left = int(request.limit - used + 1e-6)
+        room = left + request.spare
+        for need in request.needs:
             granted += need if granted + need <= room else 0
-        granted += max(0, min(ask.ahead, (room - granted) // AHEAD_SHARE))
-        granted = max(0, min(granted - ask.spare, left))
+        granted += max(0, min(request.ahead, (room - granted) // AHEAD_SHARE))
+        granted = max(0, min(granted - request.spare, left))
     return LeaseAnswer(granted, used + granted, now, returned, billed)
 
 

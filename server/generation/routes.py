@@ -31,7 +31,7 @@ from manylora.server.http.body import held_body
 from manylora.server.http.json_body import BodyT, json_bytes, parsed
 from manylora.server.http.openapi import takes
 from manylora.server.limits.gate import Admission
-from manylora.server.limits.prediction import Ask
+from manylora.server.limits.prediction import AdmissionRequest
 from manylora.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.process.long_work import INLINE_BYTES
@@ -235,7 +235,7 @@ def _admitted(
         return
     services, caller = origin.services, origin.caller
     num_prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
-    ask = Ask(
+    asked = AdmissionRequest(
         tenant=caller.tenant_id or "",
         name=caller.tenant,
         weight=caller.weight,
@@ -247,7 +247,7 @@ def _admitted(
         key=origin.digest,
     )
     try:
-        admission = services.gate.admit(ask)
+        admission = services.gate.admit(asked)
     except ManyloraError:
         origin.reservation.withdraw()
         raise

@@ -1,4 +1,4 @@
-"""What tenants and keys have used of their limits: in the last minute, now, and in the month.
+"""Accounts of tenants and keys: what they have used of their limits in the last minute, now, and in the month.
 
 Sums, O(1) per request. The minute is a sliding window of whole seconds, by a clock that never jumps. A second counts
 until all of it is 60 seconds old: for 60 to 61 seconds, so no minute has more than the limit. Tokens are reserved
@@ -12,18 +12,19 @@ import asyncio
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from manylora.registry.db.clock import month_after, month_of
 from manylora.registry.limits import Limits
 
 if TYPE_CHECKING:
+    from manylora.registry.access.limit_leases import LeaseAnswer
     from manylora.registry.usage.ledger import UsageLedger
-    from manylora.server.limits.reservation import Share
 
 SPAN_S = 60
-Mark = object
-"""What `take` returns for `give_back`: here the second."""
+TakenAt: TypeAlias = "int | LeaseAnswer | None"
+"""Moment of a `take`, for `give_back`: the second of a window; for a lease, the database's last answer before it."""
+Holder = Literal["tenant", "key"]
 MAX_ACCOUNTS = 10_000
 """Most accounts before idle ones are deleted."""
 
@@ -43,24 +44,24 @@ class Window:
         return self._total
 
     def has_room(self, now_s: float, amount: int, limit: int) -> bool:
-        """Whether so much may be added."""
+        """Return true if `amount` may be added."""
         return self.total(now_s) + amount <= limit
 
-    def take(self, now_s: float, amount: int) -> Mark:
+    def take(self, now_s: float, amount: int) -> TakenAt:
         """Add to the sum; returns the second, for `give_back`."""
         second = math.floor(now_s)
         self._seconds[second] = self._seconds.get(second, 0) + amount
         self._total += amount
         return second
 
-    def give_back(self, mark: Mark, amount: int) -> None:
+    def give_back(self, taken_at: TakenAt, amount: int) -> None:
         """Subtract from the sum, unless the second no longer counts."""
-        if isinstance(mark, int) and mark in self._seconds:
-            self._seconds[mark] -= amount
+        if isinstance(taken_at, int) and taken_at in self._seconds:
+            self._seconds[taken_at] -= amount
             self._total -= amount
 
     def wait_s(self, now_s: float, amount: int) -> float:
-        """Seconds until the sum of now is smaller by `amount`, if nothing is added."""
+        """Seconds until the present sum is smaller by `amount`, if nothing is added."""
         end_s = now_s
         for second, taken in self._seconds.items():
             if amount <= 0:
@@ -71,7 +72,7 @@ class Window:
 
 
 class Account:
-    """What one tenant or one key has used."""
+    """Use of the limits of one tenant or key."""
 
     def __init__(self) -> None:
         self.requests = Window()
@@ -88,11 +89,11 @@ class Account:
         """Requests that ended during that: month and tokens by ledger id."""
 
     def has_slot(self, _now_s: float, limit: int) -> bool:
-        """Whether one more request may run."""
+        """Return true if one more request may run."""
         return self.in_flight < limit
 
     def has_month(self, _now_s: float, tokens: int, limit: int) -> bool:
-        """Whether so many tokens of the month may be reserved."""
+        """Return true if this number of the month's tokens may be reserved."""
         return sum(self.month_parts()) + tokens <= limit
 
     def month_parts(self) -> tuple[int, int]:
@@ -107,10 +108,10 @@ class Account:
             self.arrived[ledger_id] = (month_of(at), tokens)
 
     def foresee(self, limits: Limits, now_s: float, tokens: int) -> None:
-        """An answer without a bound goes on: it takes so many tokens now and will need more. All of them are here."""
+        """Prepare for an unbounded answer that takes `tokens` now and more later; a single server has them all."""
 
     def used(self, now_s: float) -> dict[str, int]:
-        """What counts against each limit now."""
+        """Amount that counts against each limit now."""
         return {
             "requests_per_minute": self.requests.total(now_s),
             "tokens_per_minute": self.tokens.total(now_s),
@@ -119,9 +120,18 @@ class Account:
         }
 
     def is_idle(self, now_s: float) -> bool:
-        """Whether the account can be deleted: its month can be read again."""
+        """Return true if the account can be deleted: its month can be read again."""
         counts = self.in_flight or self.requests.total(now_s) or self.tokens.total(now_s)
         return not counts and not self.reading.locked()
+
+
+class LimitedAccount(NamedTuple):
+    """An account with the limits of its holder."""
+
+    holder: Holder
+    holder_id: str
+    account: Account
+    limits: Limits
 
 
 class Accounts:
@@ -145,38 +155,47 @@ class Accounts:
     def _new(self, _holder_id: str) -> Account:
         return Account()
 
-    async def secure(self, shares: Sequence[Share], *, requests: int = 0, tokens: int = 0) -> None:
-        """Get hold of what a request is about to take, if it is elsewhere. All that this server may use is here."""
+    async def secure(
+        self, held: Sequence[LimitedAccount], *, requests: int = 0, tokens: int = 0
+    ) -> None:
+        """Fetch the amounts that a request is about to take; nothing to do on a single server, which has them all."""
 
     async def read_months(
-        self, shares: Sequence[Share], month: datetime, usage: UsageLedger, *, with_month: bool
+        self,
+        held: Sequence[LimitedAccount],
+        month: datetime,
+        usage: UsageLedger,
+        *,
+        with_month: bool,
     ) -> bool:
         """Read the month's sums that are not known, of holders with a limit or `with_month` of all.
 
         Returns:
-            Whether any was read, which takes time.
+            True if any was read, which takes time.
 
         Raises:
             CapacityError: The database cannot answer now.
         """
-        needed = [
-            share for share in shares if with_month or share.limits.tokens_per_month is not None
+        unread = [
+            each
+            for each in held
+            if each.account.month != month
+            and (with_month or each.limits.tokens_per_month is not None)
         ]
-        unread = [share for share in needed if share.account.month != month]
-        for share in unread:
-            await _read_month(usage, share, month)
+        for each in unread:
+            await _read_month(usage, each, month)
         return bool(unread)
 
 
-async def _read_month(usage: UsageLedger, share: Share, month: datetime) -> None:
+async def _read_month(usage: UsageLedger, held: LimitedAccount, month: datetime) -> None:
     """Read the month's sum from the ledger; requests that end meanwhile count once."""
-    account = share.account
+    account = held.account
     async with account.reading:
         if account.month == month:
             return
         account.arrived = {}
         try:
-            of_holder = {f"{share.holder}_id": share.holder_id}
+            of_holder = {f"{held.holder}_id": held.holder_id}
             tokens = await usage.tokens(of_holder, month, month_after(month), account.arrived)
             account.month_tokens = tokens + sum(
                 count for ended, count in account.arrived.values() if ended == month

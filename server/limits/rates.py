@@ -15,7 +15,8 @@ from starlette.requests import Request
 from manylora.registry.db.clock import month_of
 from manylora.registry.limits import Limits
 from manylora.server.auth.callers import Caller, CallerDependency, TenantQuery
-from manylora.server.limits.reservation import Holder, LimitReservation, Share
+from manylora.server.limits.accounts import Holder, LimitedAccount
+from manylora.server.limits.reservation import LimitReservation
 from manylora.server.services import Services, services_of
 
 
@@ -24,7 +25,9 @@ def reservation_of(request: Request) -> LimitReservation:
     return cast(LimitReservation, request.state.reservation)
 
 
-async def shares_of(services: Services, caller: Caller, *, with_month: bool = False) -> list[Share]:
+async def shares_of(
+    services: Services, caller: Caller, *, with_month: bool = False
+) -> list[LimitedAccount]:
     """The accounts of tenant and key, with their limits.
 
     Args:
@@ -50,7 +53,7 @@ async def shares_of(services: Services, caller: Caller, *, with_month: bool = Fa
     while True:
         now_s, month = services.monotonic(), month_of(services.now())
         shares = [
-            Share(holder, name, services.accounts.of(name, now_s), limits)
+            LimitedAccount(holder, name, services.accounts.of(name, now_s), limits)
             for holder, name, limits in held
         ]
         usage = services.registry.usage

@@ -12,13 +12,13 @@ import math
 from collections import deque
 
 GRACE_S = 5.0
-"""A slot can be claimed for so long after its time."""
+"""Seconds after its time for which a slot can be claimed."""
 MISSED_S = 1.0
-"""A request that is so late probably never comes; longer if others came later than that."""
+"""Seconds after which a request that has not come probably never comes; more if others came later than that."""
 EARLY_S = 0.05
-"""A request may come so much before its time: clocks and sleeps of clients are not exact."""
+"""Seconds that a request may come before its time: clocks and sleeps of clients are not exact."""
 MAX_SLOT_S = 3600.0
-"""Slots are at most so far away."""
+"""Seconds until the latest slot."""
 START_CLAIMED = 0.7
 """Expected share of claims before any is known. If it is too high, the first times are longer than necessary; if too
 low, the first requests that come back find no room."""
@@ -27,13 +27,13 @@ FIRST_ONLY = 16_384
 NOISE = 1.25
 """A smaller change of what fits into a second is ignored."""
 _CLAIMS = 6.0
-"""The share of claimed slots is an average over about so many claims."""
+"""Claims over which the share of claimed slots is averaged."""
 _MEMORY = 256
 """Most slots in that average."""
 _NO_SLOT = [(-math.inf, 0, 0)]
 
 
-class ReturnSlots:
+class ReturnTimes:
     """Slots of one tenant. Each operation is O(log n) in the open slots, except a new search for room (`NOISE`).
 
     There are two kinds of slots, each with its own share of claims: 0 is the first slot of a body, 1 is for a body that
@@ -181,7 +181,7 @@ class ReturnSlots:
         return slot_s
 
     def _is_open(self, slot_s: float, key: int) -> bool:
-        """Whether the request has an unclaimed slot of this time or earlier."""
+        """Return true if the request has an unclaimed slot of this time or earlier."""
         slots = self._by_key.get(key)
         return slots is not None and slots[0][0] <= slot_s
 

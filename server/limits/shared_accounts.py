@@ -23,48 +23,54 @@ from manylora.registry.access.limit_leases import LimitLeases
 from manylora.registry.cache import MAX_AGE_S, PATIENCE_S
 from manylora.registry.db.database import unavailable
 from manylora.registry.limits import Limits
-from manylora.server.limits.accounts import Account, Accounts
-from manylora.server.limits.limit_lease import TICK_S, Lease
+from manylora.server.limits.accounts import Account, Accounts, LimitedAccount
+from manylora.server.limits.limit_lease import TICK_S, DueLeases, LimitLease
 
 if TYPE_CHECKING:
     from manylora.registry.registry import Registry
     from manylora.registry.usage.ledger import UsageLedger
-    from manylora.server.limits.reservation import Share
 
 AT_ONCE = 3
-"""So many exchanges may follow each other without a pause; after that, one per tick."""
+"""Exchanges that may follow each other without a pause; after them, one per tick."""
 SETTLE_S = 2.0
-"""So long after an outage other servers have time to renew what they hold."""
+"""Seconds after an outage in which other servers have time to renew what they hold."""
 ROUNDS = 3
-"""A request asks so often: others may take what was fetched for it."""
+"""Exchanges that a request waits for at most: others may take what was fetched for it."""
 
 _logger = logging.getLogger(__name__)
 
 
-class LeasedAccount(Account):
-    """What one tenant or one key may use here, of limits that servers share."""
+class SharedAccount(Account):
+    """Account of one tenant or key whose limits servers share: it has a lease of each.
 
-    def __init__(self, accounts: LeasedAccounts, holder_id: str) -> None:
+    Args:
+        due: Looks after the leases.
+        monotonic: Seconds that never jump.
+        holder_id: The tenant or key.
+    """
+
+    def __init__(self, due: DueLeases, monotonic: Callable[[], float], holder_id: str) -> None:
         super().__init__()
-        self._accounts = accounts
-        self.requests: Lease = Lease(accounts, holder_id, "requests_per_minute")
-        self.tokens: Lease = Lease(accounts, holder_id, "tokens_per_minute")
-        self.slots = Lease(accounts, holder_id, "concurrent_requests", lambda: self.in_flight)
-        self.of_month = Lease(accounts, holder_id, "tokens_per_month", lambda: self.reserved)
+        self._due = due
+        self._monotonic = monotonic
+        self.requests: LimitLease = LimitLease(due, holder_id, "requests_per_minute")
+        self.tokens: LimitLease = LimitLease(due, holder_id, "tokens_per_minute")
+        self.slots = LimitLease(due, holder_id, "concurrent_requests", lambda: self.in_flight)
+        self.of_month = LimitLease(due, holder_id, "tokens_per_month", lambda: self.reserved)
         self._leases = (self.requests, self.slots, self.tokens, self.of_month)
 
-    def follow(self, limits: Limits) -> tuple[Lease, ...]:
-        """All four leases, which now have these limits: of requests, of tokens."""
+    def follow(self, limits: Limits) -> tuple[LimitLease, ...]:
+        """Give the leases these limits, and return them: two of requests, two of tokens."""
         for lease in self._leases:
             lease.follow(limits)
         return self._leases
 
     def has_slot(self, now_s: float, limit: int) -> bool:
-        """Whether one more request may run here."""
+        """Return true if one more request may run here."""
         return self.in_flight < limit and self.slots.has(1, now_s)
 
     def has_month(self, now_s: float, tokens: int, limit: int) -> bool:
-        """Whether the process holds so many tokens of the month."""
+        """Return true if the process holds this number of the month's tokens."""
         return self.of_month.has_room(now_s, tokens, limit)
 
     def month_parts(self) -> tuple[int, int]:
@@ -73,11 +79,11 @@ class LeasedAccount(Account):
         return billed, max(0, self.of_month.total(0.0) - billed)
 
     def settled(self, _ledger_id: str, tokens: int, _at: datetime) -> None:
-        """The tokens count for this process until the database has them."""
+        """Count used tokens for this process until the database has them."""
         if self.of_month.limit is not None:
             self.of_month.amount -= tokens
-            self.of_month.unmoved.append((self._accounts.monotonic(), tokens))
-            self._accounts.activate(self.of_month)
+            self.of_month.unmoved.append((self._monotonic(), tokens))
+            self._due.add(self.of_month)
 
     def foresee(self, limits: Limits, now_s: float, tokens: int) -> None:
         """Fetch tokens before an answer without a bound needs them."""
@@ -86,18 +92,16 @@ class LeasedAccount(Account):
                 lease.grow(tokens, now_s)
 
     def used(self, now_s: float) -> dict[str, int]:
-        """What counts against each limit now, as far as it is known here."""
+        """Amount that counts against each limit now, as far as it is known here."""
         shared = (lease for lease in (self.slots, self.of_month) if lease.seen is not None)
         return super().used(now_s) | {lease.kind: lease.total(now_s) for lease in shared}
 
     def is_idle(self, now_s: float) -> bool:
-        """Whether the account can be deleted: the database knows all that counts."""
-        return super().is_idle(now_s) and not any(
-            lease in self._accounts.active for lease in self._leases
-        )
+        """Return true if the account can be deleted: the database knows all that counts."""
+        return super().is_idle(now_s) and self._due.leases.keys().isdisjoint(self._leases)
 
 
-class LeasedAccounts(Accounts):
+class SharedAccounts(Accounts):
     """Accounts whose limits are shared with other servers.
 
     Args:
@@ -113,22 +117,20 @@ class LeasedAccounts(Accounts):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self.usage = usage
-        self.monotonic = monotonic
+        self._monotonic = monotonic
         self._leases = leases
-        self.active: dict[Lease, None] = {}
-        """Leases that the loop looks after."""
-        self._is_urgent = False
-        self._wake = asyncio.Event()
+        self._due = DueLeases(usage)
         self._next: asyncio.Future[None] | None = None
         """The end of the next exchange; None while nobody waits for it."""
         self._paced_s = self._looked_s = self._retry_s = -math.inf
         self._good_s = monotonic()
         self._blind_s = math.inf
-        """When the database last answered before an outage that is not long over."""
+        """Time of the database's last answer before an outage that is not long over."""
 
-    async def secure(self, shares: Sequence[Share], *, requests: int = 0, tokens: int = 0) -> None:
-        """Fetch what a request is about to take. The check after it refuses what is not to be had.
+    async def secure(
+        self, held: Sequence[LimitedAccount], *, requests: int = 0, tokens: int = 0
+    ) -> None:
+        """Fetch the amounts that a request is about to take. The check after it refuses what could not be fetched.
 
         Raises:
             CapacityError: The database cannot answer now, and the process does not hold enough; code db.unavailable.
@@ -136,14 +138,14 @@ class LeasedAccounts(Accounts):
         amounts = (requests, requests, tokens, tokens)
         wants = [
             (lease, amount)
-            for share in shares
+            for each in held
             for lease, amount in zip(
-                cast(LeasedAccount, share.account).follow(share.limits), amounts, strict=True
+                cast(SharedAccount, each.account).follow(each.limits), amounts, strict=True
             )
             if amount and lease.limit is not None
         ]
         for _ in range(ROUNDS):
-            now_s = self.monotonic()
+            now_s = self._monotonic()
             short = [(lease, amount) for lease, amount in wants if not lease.has(amount, now_s)]
             if not short:
                 for lease, amount in wants:
@@ -156,12 +158,15 @@ class LeasedAccounts(Accounts):
             await self._exchanged([lease for lease, _ in wants])
 
     async def read_months(
-        self, shares: Sequence[Share], _month: datetime, _usage: UsageLedger, *, with_month: bool
+        self,
+        held: Sequence[LimitedAccount],
+        _month: datetime,
+        _usage: UsageLedger,
+        *,
+        with_month: bool,
     ) -> bool:
         """Find out how the limits stand, if the caller wants to show it; decisions need no sum of the month."""
-        accounts = {
-            cast(LeasedAccount, share.account): share.limits for share in shares if with_month
-        }
+        accounts = {cast(SharedAccount, each.account): each.limits for each in held if with_month}
         leases = [lease for account, limits in accounts.items() for lease in account.follow(limits)]
         for lease in leases:
             if lease.limit is not None or lease.kind == "tokens_per_month":
@@ -170,43 +175,38 @@ class LeasedAccounts(Accounts):
             await self._exchanged(leases)
         return False
 
-    def activate(self, lease: Lease) -> None:
-        """Look after a lease from now on."""
-        if lease not in self.active:
-            self.active[lease] = None
-            self._wake.set()
-
-    def hurry(self) -> None:
-        """Ask the database as soon as the pace allows."""
-        self._is_urgent = True
-        self._wake.set()
-
     def next_at(self) -> float | None:
-        """When `tick` should be called next; None while there is nothing to do."""
-        if self._is_urgent:
+        """Time of the next `tick`; None while there is nothing to do."""
+        if self._due.is_urgent:
             return max(self._paced_s, self._retry_s)
-        return max(self._paced_s, self._looked_s + TICK_S, self._retry_s) if self.active else None
+        if not self._due.leases:
+            return None
+        return max(self._paced_s, self._looked_s + TICK_S, self._retry_s)
 
     async def tick(self) -> None:
-        """Tell and ask the database what is due, if anything is."""
-        now_s = self._looked_s = self.monotonic()
-        self._is_urgent = False
-        due = [(lease, ask) for lease in self.active if (ask := lease.ask(now_s)) is not None]
+        """Exchange the requests that are due with the database, if there are any."""
+        now_s = self._looked_s = self._monotonic()
+        leases = self._due.leases
+        self._due.is_urgent = False
+        due = [
+            (lease, request) for lease in leases if (request := lease.request(now_s)) is not None
+        ]
         if not due:
-            self.active = {lease: None for lease in self.active if not lease.is_empty(now_s)}
+            for lease in [lease for lease in leases if lease.is_empty(now_s)]:
+                del leases[lease]
             return
         self._paced_s = max(self._paced_s, now_s - (AT_ONCE - 1) * TICK_S) + TICK_S
         done, self._next = self._next, None
         try:
             answers = await self._leases.exchange(
-                [ask for _, ask in due], int(max(0.0, now_s - self._blind_s) * 1e6)
+                [request for _, request in due], int(max(0.0, now_s - self._blind_s) * 1e6)
             )
         except (CapacityError, SQLAlchemyError) as error:
             _logger.warning("limits: the database cannot be asked: %s", error)
-            self._retry_s = self.monotonic() + MAX_AGE_S
+            self._retry_s = self._monotonic() + MAX_AGE_S
             self._blind_s = min(self._blind_s, self._good_s)
-            for lease, ask in due:
-                lease.take_failure(ask, is_in_doubt=self._leases.is_in_doubt)
+            for lease, request in due:
+                lease.take_failure(request, is_in_doubt=self._leases.is_in_doubt)
             if done is not None:
                 done.set_exception(unavailable())
                 done.exception()  # else asyncio logs an error that nobody waited for
@@ -214,20 +214,20 @@ class LeasedAccounts(Accounts):
         self._good_s = now_s
         if now_s > self._retry_s + SETTLE_S:
             self._blind_s = math.inf
-        for (lease, ask), answer in zip(due, answers, strict=True):
-            lease.take_answer(now_s, ask, answer)
+        for (lease, request), answer in zip(due, answers, strict=True):
+            lease.take_answer(now_s, request, answer)
         if done is not None:
             done.set_result(None)
 
-    async def _exchanged(self, leases: Sequence[Lease]) -> None:
+    async def _exchanged(self, leases: Sequence[LimitLease]) -> None:
         """Wait for the next exchange, which these leases need."""
-        if self.monotonic() < self._retry_s:
+        if self._monotonic() < self._retry_s:
             raise unavailable()
         for lease in leases:
-            self.activate(lease)
+            self._due.add(lease)
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
-        self.hurry()
+        self._due.hurry()
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.shield(self._next)
@@ -237,20 +237,20 @@ class LeasedAccounts(Accounts):
     async def run(self) -> None:
         """Ask the database whenever it is time, until cancelled."""
         while True:
-            at_s, now_s = self.next_at(), self.monotonic()
+            at_s, now_s = self.next_at(), self._monotonic()
             if at_s is not None and at_s <= now_s:
                 await self.tick()
                 continue
-            self._wake.clear()
+            self._due.changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if at_s is None else at_s - now_s):
-                    await self._wake.wait()
+                    await self._due.changed.wait()
 
     def _new(self, holder_id: str) -> Account:
-        return LeasedAccount(self, holder_id)
+        return SharedAccount(self._due, self._monotonic, holder_id)
 
 
-async def open_leased_accounts(
+async def open_shared_accounts(
     registry: Registry, server_name: str, stack: AsyncExitStack
 ) -> Accounts:
     """Accounts of a server beside others over one database; `stack` gives back what they hold.
@@ -262,7 +262,7 @@ async def open_leased_accounts(
     await leases.forget(
         is_billed=False
     )  # of this server's run before: requests that died with it are billed later
-    accounts = LeasedAccounts(leases, registry.usage)
+    accounts = SharedAccounts(leases, registry.usage)
     running = asyncio.create_task(accounts.run(), name="manylora-limit-leases")
 
     async def close() -> None:

@@ -18,8 +18,8 @@ from manylora.registry.db.clock import month_after, month_of
 from manylora.registry.limits import UNLIMITED, Limits
 from manylora.server.errors import error_headers
 from manylora.server.limits import accounts as accounts_module
-from manylora.server.limits.accounts import Account, Accounts, Window
-from manylora.server.limits.reservation import LimitReservation, Share
+from manylora.server.limits.accounts import Account, Accounts, LimitedAccount, Window
+from manylora.server.limits.reservation import LimitReservation
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 MAY = datetime(2026, 5, 1, tzinfo=UTC)
@@ -42,8 +42,8 @@ class Desk:
     def admit(self, least: int = 0, lease: LimitReservation | None = None) -> LimitReservation:
         lease = lease or LimitReservation()
         shares = [
-            Share("tenant", "ten_1", self.accounts[0], self.tenant),
-            Share("key", "key_1", self.accounts[1], self.key),
+            LimitedAccount("tenant", "ten_1", self.accounts[0], self.tenant),
+            LimitedAccount("key", "key_1", self.accounts[1], self.key),
         ]
         lease.admit(shares, lambda: self.now_s, self.refused.append, least)
         return lease

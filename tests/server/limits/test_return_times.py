@@ -8,22 +8,22 @@ from manylora.server.limits.return_times import (
     MAX_SLOT_S,
     MIN_CLAIMED,
     MISSED_S,
-    ReturnSlots,
+    ReturnTimes,
 )
 
 NOW_S = 500.0
 PLENTY = 1_000_000
 
 
-def expecting_all() -> ReturnSlots:
+def expecting_all() -> ReturnTimes:
     """Slots of a tenant whose requests have all come back so far."""
-    slots = ReturnSlots()
+    slots = ReturnTimes()
     slots.claimed_shares = [1.0, 1.0]
     return slots
 
 
 def give(
-    slots: ReturnSlots, key: int, units: float = 10, per_s: float = 10, num_left: int = PLENTY
+    slots: ReturnTimes, key: int, units: float = 10, per_s: float = 10, num_left: int = PLENTY
 ) -> float:
     return slots.give(key, NOW_S, NOW_S + 1, units, per_s, num_left=num_left) - NOW_S
 
@@ -110,7 +110,7 @@ def test_who_came_in_vain_goes_before_those_without_a_slot() -> None:
 
 
 def test_the_share_of_claims_stays_between_its_bounds_and_changes_little_by_one_claim() -> None:
-    slots = ReturnSlots()
+    slots = ReturnTimes()
     for key in range(2000):
         give(slots, key)
     slots.expire(NOW_S + MAX_SLOT_S)

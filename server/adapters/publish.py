@@ -26,11 +26,12 @@ from manylora.registry.limits import no_storage
 from manylora.registry.names import NAME_RULE, is_name, no_such
 from manylora.registry.records import Ephemeral, VersionFacts
 from manylora.registry.uploads import Answer, Retry
+from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.idempotency import once
 from manylora.server.adapters.schemas import adapter_view, residents_now
 from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from manylora.server.http.body import STREAM_BYTES, content_length, held_body, read_chunks
-from manylora.server.http.form import WRITE_BYTES, UploadForm, read_form
+from manylora.server.http.form import WRITE_BYTES, read_form
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
 from manylora.server.versions.garbage import delete_blobs, in_background, remove_unreferenced

@@ -18,11 +18,11 @@ from manylora.adapters.blobs.local import BlobWriter
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
 from manylora.registry.uploads import Answer, Retry
+from manylora.server.adapters.form import digest_mismatch
 from manylora.server.adapters.publish import VersionDraft, checked_name, publish, write_body
 from manylora.server.adapters.schemas import UploadBody, UploadView, upload_view
 from manylora.server.auth.callers import TenantCaller
 from manylora.server.errors import error_body
-from manylora.server.http.form import digest_mismatch
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
 

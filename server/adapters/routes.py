@@ -15,6 +15,7 @@ from manylora.registry.records import Adapter, AdapterUsage
 from manylora.registry.uploads import Answer, Retry
 from manylora.server.adapters import schemas
 from manylora.server.adapters.fit import Room, find_fit, planned_item, waste
+from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.hub_import import fetch, reader_of
 from manylora.server.adapters.idempotency import FILES, once
 from manylora.server.adapters.publish import (
@@ -36,9 +37,9 @@ from manylora.server.auth.callers import (
     bound,
     for_tenant,
 )
-from manylora.server.http.form import UploadForm
+from manylora.server.http.form import takes_form
 from manylora.server.http.json_body import json_body
-from manylora.server.http.openapi import takes, takes_bytes, takes_form, takes_retries
+from manylora.server.http.openapi import takes, takes_bytes, takes_retries
 from manylora.server.process.threads import acting
 from manylora.server.services import Services, Wired
 from manylora.server.versions.garbage import remove_unreferenced

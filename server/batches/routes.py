@@ -24,9 +24,9 @@ from manylora.server.batches.schemas import (
     FileView,
 )
 from manylora.server.http.body import content_length
-from manylora.server.http.form import Form, read_form
+from manylora.server.http.form import Form, read_form, takes_form
 from manylora.server.http.json_body import json_body
-from manylora.server.http.openapi import BINARY, sends, takes, takes_form
+from manylora.server.http.openapi import BINARY, sends, takes
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Wired
 from manylora.server.versions.garbage import delete_blobs

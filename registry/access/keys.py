@@ -11,6 +11,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
@@ -66,7 +67,7 @@ class KeyRing:
         """By the digest of a session's token: the secret that the session stands for, and when it ends."""
 
     def digest(self, secret: str) -> str:
-        """What the database has of a secret: 64 hex digits."""
+        """Digest by which the database knows a secret: 64 hex digits."""
         return keyed_digest(self._pepper, secret)
 
     async def authenticate(self, secret: str) -> Identity:
@@ -127,7 +128,7 @@ class KeyRing:
             raise session_ended() from error
 
     def forget(self) -> None:
-        """A key or a tenant changed: ask the database again."""
+        """Ask the database again: a key or a tenant changed."""
         self._recent.forget()
         self.sessions.forget()
 
@@ -137,8 +138,11 @@ def keyed_digest(pepper: bytes, secret: str) -> str:
     return hmac.new(pepper, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
+@dataclass(eq=False)
 class Keys(Transactions):
     """The part of the registry that keeps keys."""
+
+    key_ring: KeyRing
 
     async def identify_key(self, key_id: str) -> Identity:
         """The owner of the key with this id, whatever its secret is by now.

@@ -6,12 +6,14 @@ A token stands for the secret that it was made with: it stops working when that 
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
 from sqlalchemy import delete, select
 
 from manylora.errors import AuthenticationError
+from manylora.registry.access.keys import KeyRing
 from manylora.registry.cache import Transactions
 from manylora.registry.db.models import SessionRow
 from manylora.registry.records import Credential, Identity
@@ -21,23 +23,27 @@ LINK_S = 600
 MAX_PER_SECRET = 100
 """Most sessions, and most links, of one secret; the oldest is deleted for a new one."""
 LINK_PREFIX = "manylora_link_"
-Kind = Literal["session", "link"]
-_LIFE_S: dict[Kind, int] = {"session": SESSION_S, "link": LINK_S}
-_PREFIXES: dict[Kind, str] = {"session": "manylora_session_", "link": LINK_PREFIX}
+SessionKind = Literal["session", "link"]
+_LIFE_S: dict[SessionKind, int] = {"session": SESSION_S, "link": LINK_S}
+_PREFIXES: dict[SessionKind, str] = {"session": "manylora_session_", "link": LINK_PREFIX}
 
 
+@dataclass(eq=False)
 class Sessions(Transactions):
     """The part of the registry that keeps browsers' sessions."""
 
+    key_ring: KeyRing
+
     async def begin_session(
-        self, credential: Credential, kind: Kind = "session"
+        self, credential: Credential, kind: SessionKind = "session"
     ) -> tuple[str, datetime]:
         """Begin a session, or make a link that begins one. Deletes expired ones, and the oldest of too many.
 
         Returns:
             The token (256 random bits), which is stored nowhere, and when it ends.
         """
-        token, now = _PREFIXES[kind] + secrets.token_urlsafe(32), self.clock()
+        token = _PREFIXES[kind] + secrets.token_urlsafe(32)
+        now = self.clock()
         ends = now + timedelta(seconds=_LIFE_S[kind])
         alike = (SessionRow.key_digest == credential.digest, SessionRow.kind == kind)
         kept = (

@@ -1,9 +1,10 @@
-"""Tenants: made, changed, listed and deleted."""
+"""Tenants: how they are made, changed, listed and deleted."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -11,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from manylora.errors import ConflictError
 from manylora.registry import audit
 from manylora.registry.audit import ADMIN
-from manylora.registry.cache import Transactions
+from manylora.registry.cache import Forgets, ReadThroughCache, Transactions
 from manylora.registry.db.models import AdapterRow, TenantRow, VersionRow
 from manylora.registry.limits import (
     TENANT_LIMITS,
@@ -25,8 +26,14 @@ from manylora.registry.records import Page, Removed
 from manylora.registry.removal import CHUNK, remove
 
 
+@dataclass(eq=False)
 class Tenants(Transactions):
     """The part of the registry that keeps tenants."""
+
+    identities: Forgets
+    known_limits: ReadThroughCache[str, Limits]
+    """Limits by tenant."""
+    resolved: Forgets
 
     async def create_tenant(
         self, name: str, limits: Mapping[str, object] | None = None, weight: float = 1.0
@@ -97,7 +104,7 @@ class Tenants(Transactions):
         return await self.known_limits.ask(tenant_id, read)
 
     async def stored(self, tenant_id: str) -> dict[str, int]:
-        """What counts against the tenant's limits `adapters` and `stored_bytes`."""
+        """Amounts that count against the tenant's limits `adapters` and `stored_bytes`."""
         async with self.database.read() as session:
             return {
                 "adapters": await count_adapters(session, tenant_id),
@@ -113,7 +120,7 @@ class Tenants(Transactions):
             NotFoundError: No tenant has this name.
             InvalidRequestError: There is no such limit, or its value is out of range.
         """
-        async with self._change(self.key_ring, self.known_limits) as session:
+        async with self._change(self.identities, self.known_limits) as session:
             row = await tenant_row(session, name)
             row.limits = row.limits if limits is None else checked_limits(limits, TENANT_LIMITS)
             row.weight = row.weight if weight is None else weight
@@ -132,7 +139,7 @@ class Tenants(Transactions):
         Raises:
             NotFoundError: No tenant has this name.
         """
-        async with self._change(self.key_ring, self.known_limits, self.resolved) as session:
+        async with self._change(self.identities, self.known_limits, self.resolved) as session:
             row = await tenant_row(session, name)
             own = VersionRow.adapter_id.in_(
                 select(AdapterRow.id).where(AdapterRow.tenant_id == row.id)

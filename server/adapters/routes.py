@@ -10,14 +10,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from manylora.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
+from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.names import DEFAULT_ALIAS
 from manylora.registry.records import Adapter, AdapterUsage
-from manylora.registry.uploads import Answer, Retry
 from manylora.server.adapters import schemas
 from manylora.server.adapters.fit import Room, find_fit, planned_item, waste
 from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.hub_import import fetch, reader_of
-from manylora.server.adapters.idempotency import FILES, once
+from manylora.server.adapters.idempotency import idempotent
 from manylora.server.adapters.publish import (
     VersionDraft,
     checked_name,
@@ -26,6 +26,7 @@ from manylora.server.adapters.publish import (
     receive_adapter,
 )
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
+from manylora.server.adapters.uploads_in_progress import FILES
 from manylora.server.auth.callers import (
     Admin,
     AnyTenantReader,
@@ -38,13 +39,8 @@ from manylora.server.auth.callers import (
     for_tenant,
 )
 from manylora.server.http.form import takes_form
-from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes, takes_bytes, takes_retries
-from manylora.server.process.threads import acting
 from manylora.server.services import Services, Wired
-from manylora.server.versions.garbage import remove_unreferenced
-from manylora.server.versions.names import resolve_model
-from manylora.server.versions.pins import check_pinned_pages, sync_pins
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -93,9 +89,7 @@ async def fit_adapters(
     Answered from the plan of the memory, not from what is there now. Adapters that do not fit at once are served all
     the same: idle ones cost nothing, so they take turns.
     """
-    body = await json_body(
-        request, schemas.AdapterFitBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, schemas.AdapterFitBody)
     ready, room = services.ready, Room.of(services.ready)
     items = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
     for plan in body.ranks:
@@ -130,10 +124,8 @@ async def update_adapter(
     name: str, request: Request, services: Wired, caller: TenantWriter
 ) -> schemas.AdapterView:
     """Change description, pin or aliases; moving the alias `default` back is a rollback."""
-    body = await json_body(
-        request, schemas.AdapterPatchBody, services.config.server.max_body_bytes, services.pace
-    )
-    async with services.pin_turns.place(*acting.get()):
+    body = await services.bodies.json(request, schemas.AdapterPatchBody)
+    async with services.versions.pins.turn():
         await _check_pin(services, caller, name, body)
         adapter = await services.registry.adapters.update_adapter(
             caller.tenant_id,
@@ -143,8 +135,8 @@ async def update_adapter(
             aliases=body.aliases,
             actor=caller.actor,
         )
-    await sync_pins(services)
-    pages = await services.validator.pages(adapter.current)
+    await services.versions.pins.sync()
+    pages = await services.uploads.validator.pages(adapter.current)
     return schemas.adapter_view(adapter, pages, await schemas.residents_now(services))
 
 
@@ -159,7 +151,7 @@ async def delete_adapter(
     removed = await services.registry.adapters.delete_adapter(
         caller.tenant_id, name, version, actor=caller.actor
     )
-    await remove_unreferenced(services, removed)
+    await services.versions.garbage.remove(removed)
 
 
 @router.post(
@@ -170,10 +162,8 @@ async def delete_adapter(
 )
 async def create_upload(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Announce an adapter version that comes in pieces; the answer says which files to send."""
-    with once(request, services, caller.tenant_id or caller.actor) as retried:
-        body = await json_body(
-            request, schemas.UploadBody, services.config.server.max_body_bytes, services.pace
-        )
+    with idempotent(request, services, caller.tenant_id or caller.actor) as retried:
+        body = await services.bodies.json(request, schemas.UploadBody)
         owner = await owner_of(services, caller, body.tenant)
         change = partial(announce, services, owner, body)
         return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
@@ -219,8 +209,8 @@ async def complete_upload(
     )  # another tenant's is not even busy
     with (
         services.drain.cancelling(),
-        once(request, services, caller.tenant_id) as retried,
-        services.intake.writing(upload_id, *FILES),
+        idempotent(request, services, caller.tenant_id) as retried,
+        services.uploads.in_progress.writing(upload_id, *FILES),
     ):
         upload = await services.registry.uploads.get(caller.tenant_id, upload_id)
         return await retried.answer(
@@ -232,9 +222,9 @@ async def complete_upload(
 async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -> None:
     """Give an upload up; a version that it became stays."""
     await services.registry.uploads.get(caller.tenant_id, upload_id)
-    with services.intake.writing(upload_id, *FILES):
+    with services.uploads.in_progress.writing(upload_id, *FILES):
         await services.registry.uploads.delete(caller.tenant_id, upload_id)
-        await asyncio.to_thread(services.staged.delete, upload_id)
+        await asyncio.to_thread(services.uploads.staged.delete, upload_id)
 
 
 @router.post(
@@ -245,12 +235,12 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
 async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
     """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""
     server = services.config.server
-    with services.drain.cancelling(), once(request, services, admin.role) as retried:
-        body = await json_body(request, schemas.ImportBody, server.max_body_bytes, services.pace)
+    with services.drain.cancelling(), idempotent(request, services, admin.role) as retried:
+        body = await services.bodies.json(request, schemas.ImportBody)
         owner = bound(await for_tenant(services, admin, body.tenant))
         name, read = checked_name(services, body.name), reader_of(body.source)
 
-        async def change(retry: Retry | None) -> Answer:
+        async def change(retry: Retry | None) -> KeptAnswer:
             with services.blobs.create() as weights:
                 config = await fetch(read, weights, server.max_upload_bytes)
                 draft = VersionDraft(
@@ -265,7 +255,7 @@ async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[s
     residents = await schemas.residents_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
     pages = await asyncio.gather(
-        *(services.validator.pages(adapter.current) for adapter in adapters)
+        *(services.uploads.validator.pages(adapter.current) for adapter in adapters)
     )
     return [
         schemas.adapter_view(adapter, count, residents, usage.get(adapter.id, AdapterUsage()))
@@ -286,14 +276,14 @@ async def _check_pin(
     wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     kept = [version for version in versions if version.version in wanted]
-    await check_pinned_pages(services, adapter, kept or [adapter.current], copies)
+    await services.versions.pins.check_pages(adapter, kept or [adapter.current], copies)
 
 
 async def _stored_item(
     services: Services, caller: Caller, selector: str, room: Room
 ) -> schemas.AdapterFitItem:
     try:
-        model = await resolve_model(services, caller, selector)
+        model = await services.versions.names.resolve(caller.tenant_id, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter, version = model.adapter, model.version
@@ -301,7 +291,7 @@ async def _stored_item(
         raise InvalidRequestError(
             f"`{selector}` is the base model, which is always there.", param="adapters"
         )
-    pages = await services.validator.pages(version)
+    pages = await services.uploads.validator.pages(version)
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
     return schemas.AdapterFitItem(

@@ -12,7 +12,7 @@ from manylora.adapters.ref import AdapterTier, ResidentAdapter
 from manylora.config import MAX_RANK_LIMIT
 from manylora.errors import EngineUnavailableError, InvalidRequestError
 from manylora.registry.names import MAX_DESCRIPTION
-from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Shares, Upload
+from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Upload, VersionWeights
 from manylora.server.http.bodies import (
     ALL_LINEAR,
     MODULE_NAMES,
@@ -408,7 +408,7 @@ def _version_fields(
     }
 
 
-def _alias_view(shares: Shares) -> int | dict[str, int]:
+def _alias_view(shares: VersionWeights) -> int | dict[str, int]:
     return (
         next(iter(shares))
         if len(shares) == 1

@@ -142,7 +142,7 @@ class LineRunner:
         if services.engine.ready is None:
             raise errors.CapacityError("The engine is starting.")
         caller = await self.caller()
-        await services.arrivals.turn(caller.tenant_id or "")
+        await services.limits.arrivals.turn(caller.tenant_id or "")
         await admit(services, caller, reservation, 1, lambda _: None)
         origin = Origin(
             services=services,
@@ -173,7 +173,7 @@ class LineRunner:
             ForbiddenError: It may not generate any more.
         """
         now_s, registry, tenant_id = (
-            self.services.monotonic(),
+            self.services.clock.monotonic(),
             self.services.registry,
             self.batch.tenant_id,
         )

@@ -88,7 +88,7 @@ async def write_files(services: Services, batch: BatchRow, owner: str, status: s
         files = {}
         for name, blob in blobs.items():
             await in_thread(blob.prepare)
-            filename, now = f"{batch.id}_{name}.jsonl", services.now()
+            filename, now = f"{batch.id}_{name}.jsonl", services.clock.now()
             files[f"{name}_file_id"] = new_file(
                 batch.tenant_id,
                 filename,

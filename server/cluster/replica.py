@@ -107,7 +107,7 @@ class Reports:
             await asyncio.sleep(REPORT_S)
 
     def _report(self, tiers: dict[str, str | None]) -> Report:
-        load, gate = self._services.engine.load, self._services.gate
+        load, gate = self._services.engine.load, self._services.limits.gate
         rate = load.rate if load else 0.0
         backlog = sum(tenant.backlog for tenant in load.tenants.values()) if load else 0.0
         state = self._membership.server.state
@@ -123,7 +123,7 @@ class Reports:
 
     async def _tiers(self) -> dict[str, str]:
         """Adapters of the engine that need no fetch, by digest; asked once for all gateways."""
-        now_s = self._services.monotonic()
+        now_s = self._services.clock.monotonic()
         if now_s - self._looked_s >= RESIDENTS_S:
             self._looked_s = now_s
             try:

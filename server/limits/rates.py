@@ -51,13 +51,15 @@ async def shares_of(
     if identity.key_id is not None:
         held.append(("key", identity.key_id, identity.key_limits))
     while True:
-        now_s, month = services.monotonic(), month_of(services.now())
+        now_s, month = services.clock.monotonic(), month_of(services.clock.now())
         shares = [
-            LimitedAccount(holder, name, services.accounts.of(name, now_s), limits)
+            LimitedAccount(holder, name, services.limits.accounts.of(name, now_s), limits)
             for holder, name, limits in held
         ]
         usage = services.registry.usage
-        if not await services.accounts.read_months(shares, month, usage, with_month=with_month):
+        if not await services.limits.accounts.read_months(
+            shares, month, usage, with_month=with_month
+        ):
             return shares
 
 
@@ -72,8 +74,8 @@ async def admit(
     if tokens:  # its usage will have to be recorded
         services.registry.usage.check()
     shares = await shares_of(services, caller)
-    await services.accounts.secure(shares, requests=1, tokens=max(tokens, 1))
-    reservation.admit(shares, services.monotonic, on_refusal, tokens)
+    await services.limits.accounts.secure(shares, requests=1, tokens=max(tokens, 1))
+    reservation.admit(shares, services.clock.monotonic, on_refusal, tokens)
 
 
 class Admitted(CallerDependency):

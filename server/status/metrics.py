@@ -31,7 +31,6 @@ from prometheus_client.registry import Collector
 import manylora
 from manylora.engine.status import EngineStatus
 from manylora.registry.limits import TENANT_LIMITS
-from manylora.server.status.readiness import REASONS
 from manylora.server.status.vllm_names import VllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,11 +39,20 @@ MAX_LABELS = 100
 PAIR_BYTES = 16_000
 """Room for the names of tenants with their adapters; each stands in up to eight lines of the page."""
 LINE_BYTES = 60
-"""What such a line holds beside the names."""
+"""Bytes of such a line beside the names."""
 OTHER = "_other"
 BASE = "_base"
 """Label of requests to the base model."""
 NO_TENANT = "_admin"
+NOT_READY = (
+    "server.draining",
+    "engine_starting",
+    "storage.full",
+    "storage.unavailable",
+    "db.lost",
+    "db.unavailable",
+)
+"""Codes of the errors by which a server says that it is not ready."""
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 EVICTED = ("adapter", "prefix")
@@ -57,7 +65,7 @@ FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics(Collector):
-    """What Manylora counts. Thread: the event loop's.
+    """Counts of what Manylora does. Thread: the event loop's.
 
     Args:
         vllm: Shows the figures under vLLM's names too.
@@ -186,7 +194,7 @@ class Metrics(Collector):
     ) -> bytes:
         """The text that Prometheus reads; `status` is None while the engine is away."""
         self._lag.set(usage_lag_s)
-        for reason in REASONS:
+        for reason in NOT_READY:
             self._not_ready.labels(reason).set(reason == not_ready)
         self._engine_up.set(status is not None)
         self._status = status

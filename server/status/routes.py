@@ -84,7 +84,7 @@ async def _while_known(
 
 async def _snapshot(services: Services) -> dict[str, Any]:
     status = await services.engine_status(is_detailed=True)
-    admission, batches = services.gate.snapshot(), status.batches
+    admission, batches = services.limits.gate.snapshot(), status.batches
     digests = {
         *(batches.adapters if batches else ()),
         *(resident.digest for resident in status.residents),

@@ -98,10 +98,11 @@ async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
 ) -> dict[str, object] | Response:
     """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
-    query = params.query(caller, services.now(), zone_of(params.tz))
+    query = params.query(caller, services.clock.now(), zone_of(params.tz))
     await services.registry.usage.flush()
-    report = await services.registry.usage.query(query, services.prices)
-    currency = services.prices.currency if services.prices else None
+    prices = services.registry.prices
+    report = await services.registry.usage.query(query, prices)
+    currency = prices.currency if prices else None
     rows = [_row_fields(query, row, currency) for row in report.rows]
     if params.format == "csv":
         empty = records.UsageRow(start=query.start, end=query.end)
@@ -122,7 +123,7 @@ async def list_usage_events(
 ) -> schemas.UsageEventList | Response:
     """List the single usage events behind all sums, oldest first."""
     await services.registry.usage.flush()
-    page = await services.registry.usage.events(params.query(caller, services.now()))
+    page = await services.registry.usage.events(params.query(caller, services.clock.now()))
     events = schemas.UsageEventList.model_validate(page)
     if params.format == "csv":
         fields = list(schemas.UsageEventView.model_fields)
@@ -137,7 +138,7 @@ async def get_organization_usage(
     services: Wired, caller: UsageCaller, params: Annotated[OrganizationUsageParams, Query()]
 ) -> schemas.OrganizationUsagePage:
     """Usage in OpenAI's shape: the project is the tenant, the model the adapter."""
-    first, last, end = _span(params, int(services.now().timestamp()) + 1)
+    first, last, end = _span(params, int(services.clock.now().timestamp()) + 1)
     width = _WIDTH_S[params.bucket_width]
     query = records.UsageQuery(
         start=datetime.fromtimestamp(first, UTC),
@@ -250,7 +251,7 @@ async def get_latency(
     Times are counted per hour in bins of a factor of 1.122, so a percentile is off by at most that factor.
     A tenant sees its own requests; an admin sees all, or one tenant's with `?tenant=`.
     """
-    query = params.query(caller, services.now())
+    query = params.query(caller, services.clock.now())
     await services.registry.usage.flush()
     report = await services.registry.usage.latency(query)
     return schemas.LatencyList(

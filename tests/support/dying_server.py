@@ -23,7 +23,7 @@ from manylora.adapters.blobs import local as blobs
 from manylora.cli import main
 from manylora.config import environment
 from manylora.engine.status import EngineReady
-from manylora.registry import adapters, uploads
+from manylora.registry import adapters, publication, uploads
 from manylora.server import serve
 from manylora.server.adapters import idempotency, staged_files
 from manylora.server.adapters import resumable_upload as piecewise
@@ -90,7 +90,7 @@ def install() -> None:
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
     _watch(adapters.Adapters, "publishing", "transaction")
     # In the transaction, whose rows are written and not committed; and after it.
-    _watch(uploads.Publication, "check_limits", "limits")
+    _watch(publication.Publication, "check_limits", "limits")
     _watch(Metrics, "learn_adapter", "naming")
     _watch(idempotency, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")

@@ -161,7 +161,8 @@ async def test_a_wrong_body_is_a_400_that_names_the_field(
 async def test_weights_that_cannot_be_read_are_503(api: Api, acme: Client) -> None:
     await upload(acme, "pirate")
     restarted = AdapterValidator(api.services.ready, api.services.blobs)
-    api.app.state.services = replace(api.services, validator=restarted)
+    uploads = replace(api.services.uploads, validator=restarted)
+    api.app.state.services = replace(api.services, uploads=uploads)
     for file in api.files():
         file.unlink()
     assert (await ask(api, status=503, adapters=["pirate"]))["code"] == "adapter_load_failed"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 async def test_an_upload_is_validated_beside_those_of_another(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validator, order, all_wait = api.services.validator, list[str](), asyncio.Event()
+    validator, order, all_wait = api.services.uploads.validator, list[str](), asyncio.Event()
     in_child = validator.in_child
 
     async def counted(job: dict[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,8 @@ async def two(
             (tmp_path / name / "data" / "pepper").write_text("ab" * 32)
             api = await stack.enter_async_context(open_api(tmp_path / name, database_url=url))
             accounts = await open_shared_accounts(api.services.registry, f"srv_{name}", stack)
-            api.services = api.app.state.services = replace(api.services, accounts=accounts)
+            limits = replace(api.services.limits, accounts=accounts)
+            api.services = api.app.state.services = replace(api.services, limits=limits)
             apis.append(api)
         opened.apis = tuple(apis)
         yield opened

@@ -250,7 +250,7 @@ async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(
         acme: {"wait_s": 2.5, "refused": {"limit.queue": 3}},
         refused: {"wait_s": 0.0, "refused": {}},
     }
-    monkeypatch.setattr(api.services.gate, "snapshot", lambda: gate)
+    monkeypatch.setattr(api.services.limits.gate, "snapshot", lambda: gate)
     api.engine.residents = [
         ResidentAdapter(digest="sha256:a", tier="device", pages=2, running=1, slot=3, loads=2)
     ]

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_adapters import upload
 from api_server import Api
 from manylora.engine.status import EngineStatus, ResidentAdapter
+from manylora.server.services import Clock
 from manylora.server.status.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -51,8 +52,9 @@ async def test_the_wait_to_be_let_in_counts_for_the_first_token(
         nonlocal now_s
         now_s += 0.25
 
-    monkeypatch.setattr(api.services.arrivals, "turn", turn)
-    api.services = api.app.state.services = replace(api.services, monotonic=lambda: now_s)
+    monkeypatch.setattr(api.services.limits.arrivals, "turn", turn)
+    clock = Clock(monotonic=lambda: now_s)
+    api.services = api.app.state.services = replace(api.services, clock=clock)
     await api.ask("acme")
     assert "manylora_ttft_seconds_sum 0.25\n" in (await api.admin.get("/metrics")).text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from api_server import Api, eventually
 from blob_io import store
 from manylora.errors import CapacityError
 from manylora.server.process.threads import cancel_all
-from manylora.server.versions.garbage import HOLD_S, Sweeper, delete_blobs
+from manylora.server.serve import sweeper_of
+from manylora.server.versions.garbage import HOLD_S
 
 pytestmark = pytest.mark.anyio
 
@@ -41,9 +41,10 @@ async def test_a_long_sweep_lets_changes_pass(api: Api, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(api.services.blobs, "delete", slowly)
     monkeypatch.setattr(api.services.registry.adapters, "locking_unreferenced", hold)
-    sweeper = Sweeper(replace(api.services, monotonic=lambda: now_s))
+    api.services.versions.garbage.monotonic = lambda: now_s
     swept, _ = await asyncio.gather(
-        sweeper.sweep(is_start=True), api.services.registry.tenants.create_tenant("acme")
+        sweeper_of(api.services).sweep(is_start=True),
+        api.services.registry.tenants.create_tenant("acme"),
     )
     assert swept["blobs"] == 40
     assert deleted_in_hold == [8] * 5
@@ -63,7 +64,7 @@ async def test_nobody_waits_for_a_store_that_hangs(
 
     with monkeypatch.context() as patch:
         patch.setattr(api.services.blobs, "reach", hang)
-        removal = asyncio.create_task(delete_blobs(api.services, digests))
+        removal = asyncio.create_task(api.services.versions.garbage.delete(digests))
         await eventually(is_asked.is_set)
         await api.services.registry.tenants.create_tenant("acme")
         assert not removal.done()
@@ -71,7 +72,7 @@ async def test_nobody_waits_for_a_store_that_hangs(
         await removal
         assert len(api.files()) == 2
     await eventually(lambda: not api.files())
-    await cancel_all(api.services.removals)
+    await api.services.versions.garbage.close()
 
 
 async def test_a_server_that_stops_holds_the_lock_until_its_delete_has_ended(
@@ -87,7 +88,7 @@ async def test_a_server_that_stops_holds_the_lock_until_its_delete_has_ended(
         return delete(sha256)
 
     monkeypatch.setattr(api.services.blobs, "delete", slowly)
-    removal = asyncio.create_task(delete_blobs(api.services, [digest]))
+    removal = asyncio.create_task(api.services.versions.garbage.delete([digest]))
     await eventually(is_asked.is_set)
     stopping = asyncio.create_task(cancel_all([removal]))
     others_write = asyncio.create_task(api.services.registry.tenants.create_tenant("acme"))
@@ -109,7 +110,7 @@ async def test_a_database_that_is_away_ends_no_removal(
     digests = lonely_blobs(api, 1)
     with monkeypatch.context() as patch:
         patch.setattr(api.services.registry.adapters, "locking_unreferenced", away)
-        await delete_blobs(api.services, digests)
+        await api.services.versions.garbage.delete(digests)
         assert len(api.files()) == 1
     await eventually(lambda: not api.files())
-    await cancel_all(api.services.removals)
+    await api.services.versions.garbage.close()

@@ -12,7 +12,6 @@ from api_adapters import sound, upload
 from api_server import Api, Client
 from manylora.engine.status import ResidentAdapter
 from manylora.server.status.metrics import Metrics
-from manylora.server.versions.pins import sync_pins
 
 pytestmark = pytest.mark.anyio
 
@@ -60,13 +59,13 @@ async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(
     digest = (await upload(acme, "pirate")).json()["digest"]
     await acme.patch("/v1/adapters/pirate", json={"pinned": True})
     api.engine.pinned.clear()
-    services = replace(api.services, synced_pins={}, metrics=Metrics())
-    await sync_pins(services)
+    metrics = Metrics()
+    await replace(api.services.versions.pins, on_pin=metrics.learn_adapter).sync()
     assert api.engine.pinned == {digest}
     api.engine.residents = [
         ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)
     ]
-    text = services.metrics.render(await api.engine.status(), 0.0).decode()
+    text = metrics.render(await api.engine.status(), 0.0).decode()
     assert 'manylora_adapter_resident{adapter="acme/pirate",tier="device"} 1.0' in text
 
 
@@ -191,24 +190,23 @@ async def test_pins_move_when_servers_join_and_leave(api: Api, acme: Client) -> 
             if name in first(digest, 1 if number % 2 else 2)
         }
 
-    services = replace(
-        api.services, is_duty=lambda digest, copies: "srv_a" in first(digest, copies)
-    )
-    await sync_pins(services)
+    pins = api.services.versions.pins
+    pins.keeps_pin = lambda digest, copies: "srv_a" in first(digest, copies)
+    await pins.sync()
     assert api.engine.pinned == due("srv_a") < set(digests)
     assert due("srv_a") | due("srv_b") == set(digests)
     alone_with_one = due("srv_a")
     servers.append("srv_c")
-    await sync_pins(services)
+    await pins.sync()
     assert api.engine.pinned == due("srv_a") < alone_with_one
     told = len(api.engine.told_pins)
-    await sync_pins(services)
+    await pins.sync()
     assert len(api.engine.told_pins) == told
     del servers[1:]
-    await sync_pins(services)
+    await pins.sync()
     assert api.engine.pinned == set(digests)
     servers[:] = ["srv_b"]
-    await sync_pins(services)
+    await pins.sync()
     assert api.engine.pinned == set()
 
 
@@ -217,12 +215,12 @@ async def test_two_adapters_of_one_digest_are_kept_where_either_asks(
 ) -> None:
     digest = (await upload(acme, "pirate")).json()["digest"]
     await upload(rival, "corsair")
-    services = replace(api.services, is_duty=lambda _, copies: copies > 1, synced_pins={})
+    pins = replace(api.services.versions.pins, keeps_pin=lambda _, copies: copies > 1)
     await acme.patch("/v1/adapters/pirate", json={"pinned": True})
     await rival.patch("/v1/adapters/corsair", json={"pinned": True, "pinned_copies": 2})
     api.engine.pinned.clear()
-    await sync_pins(services)
+    await pins.sync()
     assert api.engine.pinned == {digest}
     await rival.patch("/v1/adapters/corsair", json={"pinned": True})
-    await sync_pins(services)
+    await pins.sync()
     assert api.engine.pinned == set()

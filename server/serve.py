@@ -27,9 +27,6 @@ from manylora.errors import CapacityError, NotFoundError
 from manylora.registry.db.models import TenantRow
 from manylora.registry.registry import Registry
 from manylora.registry.servers import server_name
-from manylora.server.adapters.staged_files import open_staged
-from manylora.server.adapters.uploads import Uploads
-from manylora.server.adapters.validation import AdapterValidator
 from manylora.server.app import create_app
 from manylora.server.auth.admin_key import (
     IS_OFF,
@@ -62,10 +59,13 @@ from manylora.server.process.long_work import keep_interpreter_moving
 from manylora.server.process.threads import cancel_all
 from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.services import CallerLimits, Services, Versions, base_names
-from manylora.server.status.metrics import Metrics
 from manylora.server.status.routes import metrics_response
-from manylora.server.status.vllm_names import VllmNames
+from manylora.server.telemetry.metrics import Metrics
+from manylora.server.telemetry.vllm_names import VllmNames
 from manylora.server.tools.formats import check_format_name, format_of
+from manylora.server.uploads.staged_files import open_staged
+from manylora.server.uploads.uploads import Uploads
+from manylora.server.uploads.validation import AdapterValidator
 from manylora.server.usage.price_file import read_prices
 from manylora.server.versions.garbage import BlobGarbage, Sweeper
 from manylora.server.versions.memory import EphemeralWeights

@@ -16,7 +16,7 @@ import manylora
 from manylora.errors import EngineUnavailableError
 from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.arrivals import Arrivals
-from manylora.server.status.feed import EngineFeed
+from manylora.server.telemetry.feed import EngineFeed
 
 if TYPE_CHECKING:
     from manylora.adapters.blobs.store import BlobStore
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from manylora.engine.text.tokenizer import Tokenizer
     from manylora.registry.db.models import TenantRow
     from manylora.registry.registry import Registry
-    from manylora.server.adapters.uploads import Uploads
     from manylora.server.http.json_body import BodyReader
     from manylora.server.limits.gate import Gate
     from manylora.server.process.drain import Drain
     from manylora.server.sandbox.chat_renderer import ChatRenderer
-    from manylora.server.status.metrics import Metrics
+    from manylora.server.telemetry.metrics import Metrics
+    from manylora.server.uploads.uploads import Uploads
     from manylora.server.versions.garbage import BlobGarbage
     from manylora.server.versions.memory import EphemeralWeights
     from manylora.server.versions.names import ModelNames

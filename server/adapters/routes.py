@@ -26,7 +26,6 @@ from manylora.server.adapters.publish import (
     receive_adapter,
 )
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
-from manylora.server.adapters.uploads_in_progress import FILES
 from manylora.server.auth.callers import (
     Admin,
     AnyTenantReader,
@@ -41,6 +40,7 @@ from manylora.server.auth.callers import (
 from manylora.server.http.form import takes_form
 from manylora.server.http.openapi import takes, takes_bytes, takes_retries
 from manylora.server.services import Services, Wired
+from manylora.server.uploads.in_progress import FILES
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]

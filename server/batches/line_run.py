@@ -17,6 +17,7 @@ from manylora import errors
 from manylora.registry.batches import LineResult
 from manylora.registry.db.models import BatchRow
 from manylora.registry.records import SCOPES, Identity, UsageEvent
+from manylora.server.admission.rates import admit
 from manylora.server.auth.callers import Caller
 from manylora.server.batches.input_lines import Line
 from manylora.server.errors import answer, error_body
@@ -27,7 +28,6 @@ from manylora.server.generation.response import PlannedGeneration, whole_answer
 from manylora.server.generation.routes import plan_generation
 from manylora.server.generation.schemas import CompletionBody
 from manylora.server.http.json_body import validate
-from manylora.server.limits.rates import admit
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.responses.routes import plan_response

@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from manylora.registry.limits import Limits
 from manylora.registry.records import Identity
+from manylora.server.admission.rates import reservation_of
 from manylora.server.cluster.forwarding import BROKEN, Forwarding, url_of, whole
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import PROBE
 from manylora.server.http.body import content_length
 from manylora.server.limits.accounts import Accounts
-from manylora.server.limits.rates import reservation_of
 from manylora.server.limits.reservation import Holder, Share
 from manylora.server.process.drain import Exchange
 

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from manylora.engine.request import FlowKey, GenerationRequest
 from manylora.engine.text.text_stream import NONE_SHOWN, TextStream
 from manylora.errors import InvalidRequestError, ManyloraError
+from manylora.server.admission.rates import GeneratingCaller, admit_generation, reservation_of
 from manylora.server.auth.callers import Caller
 from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
@@ -32,7 +33,6 @@ from manylora.server.http.json_body import BodyT, parsed
 from manylora.server.http.openapi import takes
 from manylora.server.limits.gate import Admission
 from manylora.server.limits.prediction import AdmissionRequest
-from manylora.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.process.long_work import INLINE_BYTES
 from manylora.server.sandbox.grammar_check import turn_of

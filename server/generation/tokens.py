@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from manylora.errors import InvalidRequestError
+from manylora.server.admission.rates import TokenizingCaller, reservation_of
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
@@ -19,7 +20,6 @@ from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.body import content_length
 from manylora.server.http.openapi import OBJECT, sends, takes
-from manylora.server.limits.rates import TokenizingCaller, reservation_of
 from manylora.server.process.long_work import BYTES_PER_CHARACTER
 from manylora.server.services import Services, Wired, services_of
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from manylora.server.admission.rates import GeneratingCaller, TokenizingCaller, reservation_of
 from manylora.server.generation.items import named
 from manylora.server.generation.prompts import chat_job, check_text
 from manylora.server.generation.response import PlannedGeneration
 from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
 from manylora.server.generation.tokens import rendered_chat, unbilled
 from manylora.server.http.openapi import takes
-from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
 from manylora.server.messages.chat import NAMES, chat_of
 from manylora.server.messages.schemas import (
     MessagesBody,

@@ -24,8 +24,8 @@ from manylora.server.http import sse
 from manylora.server.http.bodies import View
 from manylora.server.http.openapi import OBJECT, TEXT, sends
 from manylora.server.services import Services, Wired
-from manylora.server.status import metrics
 from manylora.server.status.readiness import check_ready, why_not_ready
+from manylora.server.telemetry import metrics
 
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])

@@ -18,7 +18,7 @@ from api_server import Api
 from manylora import client
 from manylora.cli import make_app
 from manylora.errors import ClientError
-from manylora.server.adapters import staged_files
+from manylora.server.uploads import staged_files
 
 pytestmark = pytest.mark.anyio
 

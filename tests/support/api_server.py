@@ -22,8 +22,6 @@ from manylora.adapters.blobs.store import open_blobs
 from manylora.config import GIB, AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
 from manylora.registry.db.clock import utc_now
 from manylora.registry.registry import Registry
-from manylora.server.adapters.staged_files import open_staged
-from manylora.server.adapters.uploads import Uploads
 from manylora.server.app import create_app
 from manylora.server.http.body import Pace
 from manylora.server.http.json_body import BodyReader
@@ -32,6 +30,8 @@ from manylora.server.process.database_turns import database_turns
 from manylora.server.process.drain import Drain
 from manylora.server.serve import gate_of, metrics_of, versions_of
 from manylora.server.services import CallerLimits, Clock, Services, base_names
+from manylora.server.uploads.staged_files import open_staged
+from manylora.server.uploads.uploads import Uploads
 from quick_renderer import QuickRenderer
 from quick_validator import QuickValidator
 from ready_registry import put_registry

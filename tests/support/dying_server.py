@@ -25,10 +25,11 @@ from manylora.config import environment
 from manylora.engine.status import EngineReady
 from manylora.registry import adapters, publication, uploads
 from manylora.server import serve
-from manylora.server.adapters import idempotency, staged_files
+from manylora.server.adapters import idempotency
 from manylora.server.adapters import resumable_upload as piecewise
-from manylora.server.adapters.validation import AdapterValidator
-from manylora.server.status.metrics import Metrics
+from manylora.server.telemetry.metrics import Metrics
+from manylora.server.uploads import staged_files
+from manylora.server.uploads.validation import AdapterValidator
 from quick_validator import QuickValidator
 
 WHERE = Path(environment()["DIE_WHERE"])

@@ -20,8 +20,8 @@ from manylora.adapters.blobs.s3 import S3Blobs
 from manylora.cli import make_app
 from manylora.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from manylora.errors import ConfigError
-from manylora.server.adapters.validation import AdapterValidator
 from manylora.server.serve import open_blob_store, sweeper_of
+from manylora.server.uploads.validation import AdapterValidator
 from s3_server import SECRET_KEY, S3Server
 
 pytestmark = pytest.mark.anyio

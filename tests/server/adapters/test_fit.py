@@ -15,7 +15,7 @@ from manylora.adapters.lora.layout import adapter_pages
 from manylora.engine.status import ResidentAdapter
 from manylora.server.adapters.fit import Room, find_fit, planned_item
 from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
-from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.uploads.validation import AdapterValidator
 
 pytestmark = pytest.mark.anyio
 FIT = "/v1/adapters:fit"

@@ -16,8 +16,8 @@ from bad_upload import Upload
 from manylora.registry.idempotency import AnsweredBeforeError, KeptAnswer, Retry, body_digest
 from manylora.registry.records import FileFacts, UploadDraft
 from manylora.registry.registry import Registry
-from manylora.server.adapters.validation import AdapterValidator
 from manylora.server.serve import sweeper_of
+from manylora.server.uploads.validation import AdapterValidator
 from piecewise_client import WEIGHTS, announce, code, complete, send_all
 from postgres_server import KINDS, database_of
 from registry_samples import facts

@@ -17,9 +17,9 @@ from api_adapters import sound
 from api_server import Api, Client
 from api_server import api as open_api
 from manylora.errors import BusyError, CapacityError, ConflictError
-from manylora.server.adapters import staged_files
-from manylora.server.adapters.staged_files import StagedFolder, StagedObjects
 from manylora.server.serve import sweeper_of
+from manylora.server.uploads import staged_files
+from manylora.server.uploads.staged_files import StagedFolder, StagedObjects
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, put, send_all
 from postgres_server import KINDS, database_of
 from s3_server import S3Server

@@ -11,7 +11,7 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api, Client
 from manylora.engine.status import ResidentAdapter
-from manylora.server.status.metrics import Metrics
+from manylora.server.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 

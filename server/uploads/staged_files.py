@@ -22,7 +22,7 @@ from manylora.adapters.blobs.local import PIECE_BYTES, disk_trouble_is_capacity,
 from manylora.adapters.blobs.store import BlobStore
 from manylora.config import Config
 from manylora.errors import BusyError, CapacityError, ConflictError
-from manylora.server.adapters.uploads_in_progress import FILES, RETRY_S
+from manylora.server.uploads.in_progress import FILES, RETRY_S
 
 if TYPE_CHECKING:
     from manylora.adapters.blobs.bucket import Bucket

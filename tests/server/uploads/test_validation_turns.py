@@ -9,8 +9,8 @@ import pytest
 
 from api_adapters import sound, upload
 from api_server import Api, eventually
-from manylora.server.adapters.validation import CHILDREN
 from manylora.server.process.threads import acting
+from manylora.server.uploads.validation import CHILDREN
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_adapters import upload
 from api_server import BASE, Api, api
 from manylora.engine.status import EngineStatus, ResidentAdapter
-from manylora.server.status.vllm_names import VllmNames
+from manylora.server.telemetry.vllm_names import VllmNames
 from system_tools import require
 
 pytestmark = pytest.mark.anyio

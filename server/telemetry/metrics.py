@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 import manylora
 from manylora.engine.status import EngineStatus
 from manylora.registry.limits import TENANT_LIMITS
-from manylora.server.status.vllm_names import VllmNames
+from manylora.server.telemetry.vllm_names import VllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from manylora.server.adapters.uploads_in_progress import UploadsInProgress
+from manylora.server.uploads.in_progress import UploadsInProgress
 
 if TYPE_CHECKING:
-    from manylora.server.adapters.staged_files import StagedFiles
-    from manylora.server.adapters.validation import AdapterValidator
+    from manylora.server.uploads.staged_files import StagedFiles
+    from manylora.server.uploads.validation import AdapterValidator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

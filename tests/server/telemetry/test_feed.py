@@ -16,7 +16,7 @@ from manylora.adapters.ref import ResidentAdapter
 from manylora.engine.status import StepBatches, TenantLoad
 from manylora.errors import CapacityError
 from manylora.memory.page_map import PageMap, PageUse
-from manylora.server.status import feed as engine_feed
+from manylora.server.telemetry import feed as engine_feed
 
 pytestmark = pytest.mark.anyio
 POLL_S = 0.02

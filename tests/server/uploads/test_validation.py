@@ -17,9 +17,9 @@ from fake_engine import demo_ready
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.checkpoint.reader import check_weights
 from manylora.errors import AdapterFormatError, AdapterIncompatibleError, CapacityError
-from manylora.server.adapters import validation
-from manylora.server.adapters.validation import AdapterValidator
 from manylora.server.sandbox import processes
+from manylora.server.uploads import validation
+from manylora.server.uploads.validation import AdapterValidator
 
 pytestmark = pytest.mark.anyio
 
@@ -173,7 +173,7 @@ async def test_a_kept_process_holds_each_job_to_its_limits(
     program.write_text(
         f"#!{sys.executable}\n"
         "import sys\n"
-        "from manylora.server.adapters.validation_worker import limits\n"
+        "from manylora.server.uploads.validation_worker import limits\n"
         "from manylora.server.sandbox.worker import answer_each\n"
         "def answer(job):\n"
         "    while job.get('spin'): pass\n"
@@ -233,5 +233,5 @@ def kept_processes() -> list[psutil.Process]:
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
     ]
     return [
-        child for child in alive if "manylora.server.adapters.validation_worker" in child.cmdline()
+        child for child in alive if "manylora.server.uploads.validation_worker" in child.cmdline()
     ]

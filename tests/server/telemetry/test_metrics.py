@@ -11,7 +11,7 @@ from api_adapters import upload
 from api_server import Api
 from manylora.engine.status import EngineStatus, ResidentAdapter
 from manylora.server.services import Clock
-from manylora.server.status.metrics import Metrics
+from manylora.server.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""The child process that validates what a tenant uploaded: `python -P -m manylora.server.adapters.validation_worker`.
+"""The child process that validates what a tenant uploaded: `python -P -m manylora.server.uploads.validation_worker`.
 
 Each job is done under limits, in a fork that knows nothing of other jobs: a fault in a parser then costs one upload and
 not the server. Knows nothing of HTTP.

@@ -57,7 +57,7 @@ class AdapterValidator:
         self._ready = ready
         self._base_names = base_names
         self._blobs = blobs
-        self._processes = SandboxedProcesses("manylora.server.adapters.validation_worker")
+        self._processes = SandboxedProcesses("manylora.server.uploads.validation_worker")
         self.places = FairSemaphore(CHILDREN, spare=CHILDREN)
         """Places of uploads that are being validated."""
         self._pages: dict[str, int] = {}

@@ -1,0 +1,1 @@
+"""Admission: what a request passes between its authentication and its route."""

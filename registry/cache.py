@@ -113,7 +113,8 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
             ManyloraError: What `question` raised. A CapacityError only where no answer of the last minute is kept.
         """
         read_at, known = self._entries.get(key, (float("-inf"), None))
-        asked_at, epoch = self._monotonic(), self._epoch
+        asked_at = self._monotonic()
+        epoch = self._epoch
         right_at = read_at  # the last moment at which it was the database's answer
         if self._changes is not None and known is not None:
             self._changes.look()

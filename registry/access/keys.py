@@ -180,9 +180,13 @@ class Keys(Transactions):
         async with self._change() as session:
             owner = await tenant_row(session, tenant)
             row = KeyRow(
-                id=f"key_{secrets.token_hex(12)}", tenant_id=owner.id, tenant=tenant, limits={}
+                id=f"key_{secrets.token_hex(12)}",
+                tenant_id=owner.id,
+                tenant=tenant,
+                name=name and check_text(name, "name", 255),
+                limits={},
+                created_at=self.clock(),
             )
-            row.created_at, row.name = self.clock(), name and check_text(name, "name", 255)
             detail = _set(row, self.clock(), scopes or SCOPES, expires_at, limits or None)
             secret = _new_secret(self.key_ring, row)
             session.add(row)
@@ -268,7 +272,8 @@ class Keys(Transactions):
         async with self._change(self.key_ring) as session:
             row = await _living(session, key_id)
             if grace_s > 0:
-                row.previous_prefix, row.previous_digest = row.prefix, row.digest
+                row.previous_prefix = row.prefix
+                row.previous_digest = row.digest
                 row.previous_until = self.clock() + timedelta(seconds=grace_s)
             else:
                 row.previous_prefix = row.previous_digest = row.previous_until = None
@@ -331,7 +336,8 @@ async def _read_known(
     found = next(iter(await database.rows(_WITH_TENANT.where(either))), None)
     row, owner = found or (None, None)
     # An unknown prefix is compared, too: it takes as long as a known one.
-    stored, ends = _NO_DIGEST, []
+    stored = _NO_DIGEST
+    ends: list[datetime] = []
     if row is not None:
         is_previous = prefix != row.prefix
         stored = (row.previous_digest or _NO_DIGEST) if is_previous else row.digest

@@ -132,7 +132,8 @@ class LimitLeases:
             CapacityError: The database cannot answer; code db.unavailable. Nothing or all of it has happened.
         """
         self.is_in_doubt = False
-        lease, bucket = LimitLeaseRow, LimitBucketRow
+        lease = LimitLeaseRow
+        bucket = LimitBucketRow
         async with self._database.write() as session:
             now = await self._clock(session)
             month = month_of(from_micros(now))
@@ -157,7 +158,9 @@ class LimitLeases:
                 "tokens_per_month": to_micros(month_after(month)) + HELD_US,
                 "concurrent_requests": now + SLOT_US,
             }
-            answers, leases, changed = [], [], []
+            answers: list[LeaseAnswer] = []
+            leases: list[dict[str, Any]] = []
+            changed: list[dict[str, Any]] = []
             for request in requests:
                 key = (request.holder_id, request.kind)
                 name = {"holder_id": request.holder_id, "kind": request.kind}
@@ -211,17 +214,18 @@ def _answer(
     request: LeaseRequest, others: int, bucket: LimitBucketRow | None, billed: int, now: int
 ) -> LeaseAnswer:
     """Answer to a request, where other servers hold the amount `others`."""
-    used = float(billed + others + request.held)
+    least = float(billed + others + request.held)
+    used = least
     returned = 0.0
     rate = (request.limit or 0) / MINUTE_US
     if request.kind in MINUTELY:
-        least, used = used, 0.0
+        used = 0.0
         if bucket is not None:  # if the clock was set back, the bucket refills from now on
-            used, returned = bucket.used - rate * max(0, now - bucket.at), bucket.returned
-        used, returned = (
-            max(used, least + max(0, request.back)) - request.back,
-            returned + max(0, request.back),
-        )
+            used = bucket.used - rate * max(0, now - bucket.at)
+            returned = bucket.returned
+        unused = max(0, request.back)
+        used = max(used, least + unused) - request.back
+        returned += unused
         used = min(used, request.limit or 0)  # a smaller limit begins used up, not in debt
         for amount, seen in request.returns:
             # Tokens that drained while they were reserved are not given back: with those taken since, any window would
@@ -232,7 +236,8 @@ def _answer(
                 if returned >= seen.returned and now >= seen.at
                 else 0.0
             )
-            used, returned = used - credit, returned + credit
+            used -= credit
+            returned += credit
         used = max(used, least)
     granted = 0
     if request.limit is not None:

@@ -38,7 +38,7 @@ class UploadForm(Form):
 
     @property
     def activate(self) -> bool:
-        """Whether the alias `default` moves to this version."""
+        """True if the alias `default` moves to this version."""
         word = (self.text("activate") or "true").lower()
         if word not in ("true", "false", "1", "0"):
             raise InvalidRequestError("activate must be true or false.", param="activate")

@@ -132,8 +132,10 @@ async def publish(
         ForbiddenError: The tenant may not store as much; codes quota.*.
         AnsweredBeforeError: The same change was made before.
     """
-    sha256, size = weights.sha256(), weights.size
-    validating = services.uploads.validator.validate(draft.config, weights.path, sha256, size)
+    sha256 = weights.sha256()
+    validating = services.uploads.validator.validate(
+        draft.config, weights.path, sha256, weights.size
+    )
     # A push does not wait for the engine's step, after which it would say where adapters are.
     facts, residents = (
         (await validating, {})

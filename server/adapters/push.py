@@ -68,7 +68,8 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
     With `ephemeral=true` its weights stay in this server's memory: it goes with the server, after `ttl_s` seconds, or
     when `keep` newer ones are there. Requests that run with it finish.
     """
-    config, life = _config_of(request), None
+    config = _config_of(request)
+    life = None
     if ephemeral:
         ends = None if ttl_s is None else services.clock.now() + timedelta(seconds=ttl_s)
         life = Ephemeral(server=services.server_name, keep=keep, expires_at=ends)
@@ -99,12 +100,11 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
 )
 async def load_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Publish an adapter from a folder of the server's machine as an ephemeral version, as vLLM loads it."""
-    limit, roots = services.config.server.max_upload_bytes, services.config.adapter.roots
+    limit = services.config.server.max_upload_bytes
+    roots = services.config.adapter.roots
     body = await services.bodies.json(request, LoadBody)
-    name, life = (
-        checked_name(services, body.lora_name),
-        Ephemeral(server=services.server_name, keep=1),
-    )
+    name = checked_name(services, body.lora_name)
+    life = Ephemeral(server=services.server_name, keep=1)
     with services.drain.cancelling(), services.uploads.in_progress.stream(caller.tenant_id):
         create = await _room_in_memory(services, caller, limit)
         with create() as weights:
@@ -131,7 +131,7 @@ async def unload_lora_adapter(request: Request, services: Wired, caller: TenantW
 async def _room_in_memory(
     services: Services, owner: TenantCaller, num_bytes: int
 ) -> Callable[[], BlobWriter]:
-    """What makes a blob of a tenant in memory. Where there may be too little room, what has expired is freed first.
+    """Maker of a blob of a tenant in memory. Where there may be too little room, expired versions are freed first.
 
     A tenant may fill half of the memory while there are other tenants, all of it by itself.
     """

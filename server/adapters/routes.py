@@ -14,7 +14,7 @@ from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.names import DEFAULT_ALIAS
 from manylora.registry.records import Adapter, AdapterUsage
 from manylora.server.adapters import schemas
-from manylora.server.adapters.fit import Room, find_fit, planned_item, waste
+from manylora.server.adapters.fit import Capacity, find_fit, planned_item, waste
 from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.hub_import import fetch, reader_of
 from manylora.server.adapters.idempotency import idempotent
@@ -54,7 +54,7 @@ PUBLISHES: dict[str, Any] = {
         200: {"model": schemas.AdapterView, "description": "The version was there before."}
     },
 }
-"""What routes that publish a version answer."""
+"""Answers of the routes that publish a version."""
 
 
 @router.post(
@@ -90,16 +90,19 @@ async def fit_adapters(
     the same: idle ones cost nothing, so they take turns.
     """
     body = await services.bodies.json(request, schemas.AdapterFitBody)
-    ready, room = services.ready, Room.of(services.ready)
-    items = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
+    ready = services.ready
+    capacity = Capacity.of(ready)
+    items = [await _stored_item(services, caller, selector, capacity) for selector in body.adapters]
     for plan in body.ranks:
         if plan.rank > ready.max_rank:
             raise InvalidRequestError(
                 f"rank may be at most {ready.max_rank} here, got {plan.rank}.", param="ranks"
             )
-        asked = plan.rank, plan.target_modules, plan.count, ready.base, room
-        items.append(await asyncio.to_thread(planned_item, *asked))
-    return find_fit(items, room)
+        item = await asyncio.to_thread(
+            planned_item, plan.rank, plan.target_modules, plan.count, ready.base, capacity
+        )
+        items.append(item)
+    return find_fit(items, capacity)
 
 
 @router.get("/v1/adapters/{name}")
@@ -238,7 +241,8 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
     with services.drain.cancelling(), idempotent(request, services, admin.role) as retried:
         body = await services.bodies.json(request, schemas.ImportBody)
         owner = bound(await for_tenant(services, admin, body.tenant))
-        name, read = checked_name(services, body.name), reader_of(body.source)
+        name = checked_name(services, body.name)
+        read = reader_of(body.source)
 
         async def change(retry: Retry | None) -> KeptAnswer:
             with services.blobs.create() as weights:
@@ -266,7 +270,7 @@ async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[s
 async def _check_pin(
     services: Services, caller: TenantCaller, name: str, body: schemas.AdapterPatchBody
 ) -> None:
-    """Return if the tenant may have so many pages pinned after this change; raises like `check_pinned_pages`."""
+    """Return if the tenant may have the pages of this change pinned; raises like `PinKeeper.check_pages`."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     moves = DEFAULT_ALIAS in body.aliases
     copies = body.copies if body.copies is not None else adapter.pinned_copies if moves else 0
@@ -280,13 +284,14 @@ async def _check_pin(
 
 
 async def _stored_item(
-    services: Services, caller: Caller, selector: str, room: Room
+    services: Services, caller: Caller, selector: str, capacity: Capacity
 ) -> schemas.AdapterFitItem:
     try:
         model = await services.versions.names.resolve(caller.tenant_id, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
-    adapter, version = model.adapter, model.version
+    adapter = model.adapter
+    version = model.version
     if adapter is None or version is None:
         raise InvalidRequestError(
             f"`{selector}` is the base model, which is always there.", param="adapters"
@@ -301,5 +306,5 @@ async def _stored_item(
         rank=version.rank,
         target_modules=list(version.target_modules),
         pages=pages,
-        waste=waste(version.parameters, pages, room.geometry),
+        waste=waste(version.parameters, pages, capacity.geometry),
     )

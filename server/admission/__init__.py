@@ -1,1 +1,1 @@
-"""Admission: what a request passes between its authentication and its route."""
+"""Admission of requests, between their authentication and their route."""

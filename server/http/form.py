@@ -55,15 +55,19 @@ class Form:
         """By part, from its beginning; that of the file stays empty."""
         self._file_limit = file_limit
         self._num_bytes = 0
-        self._name, self._value = bytearray(), bytearray()
-        """Of the header that is being read."""
+        self._header_name = bytearray()
+        self._header_value = bytearray()
         self._part: str | None = None
         self._parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": self._begin_part,
-                "on_header_field": lambda chunk, start, end: self._name.extend(chunk[start:end]),
-                "on_header_value": lambda chunk, start, end: self._value.extend(chunk[start:end]),
+                "on_header_field": lambda chunk, start, end: self._header_name.extend(
+                    chunk[start:end]
+                ),
+                "on_header_value": lambda chunk, start, end: self._header_value.extend(
+                    chunk[start:end]
+                ),
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._check_part,
                 "on_part_data": self._part_bytes,
@@ -104,13 +108,13 @@ class Form:
         self._part = None
 
     def _end_header(self) -> None:
-        if self._name.lower() == b"content-disposition":
-            options = parse_options_header(bytes(self._value))[1]
+        if self._header_name.lower() == b"content-disposition":
+            options = parse_options_header(bytes(self._header_value))[1]
             self._part = options.get(b"name", b"").decode("latin-1")
             if self._part == self.file:
                 self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
-        self._name.clear()
-        self._value.clear()
+        self._header_name.clear()
+        self._header_value.clear()
 
     def _check_part(self) -> None:
         part = self._part
@@ -126,7 +130,8 @@ class Form:
                 raise PayloadTooLargeError(message, code="upload.too_large")
             self.pending += memoryview(chunk)[start:end]
         elif self._part is not None:
-            text, (limit, _) = self._texts[self._part], self.parts[self._part]
+            text = self._texts[self._part]
+            limit, _ = self.parts[self._part]
             room = limit - len(text)
             if end - start > room and self._part != "config":
                 raise InvalidRequestError(f"{self._part} exceeds {limit} bytes.", param=self._part)

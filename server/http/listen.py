@@ -60,7 +60,7 @@ def run_until_signal(
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn, with signals left to `Shutdown`, and room for so many connections.
+    """uvicorn with signals left to `Shutdown` and a bounded number of connections.
 
     Args:
         app: What it serves.
@@ -94,7 +94,7 @@ class ApiServer(uvicorn.Server):
 
 
 class Shutdown:
-    """What signals do: the first drains, the second cuts running requests, the third exits without waiting.
+    """Effect of signals: the first drains, the second cuts running requests, the third exits without waiting.
 
     Before the server listens, the first signal ends the start, which is the task that makes this.
     """

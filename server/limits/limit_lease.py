@@ -66,7 +66,7 @@ class DueLeases:
 
 
 class LimitLease(Window):
-    """This process's part of one limit; without a limit, what it has taken in the last minute.
+    """Part of one limit that this process has; without a limit, the amount taken in the last minute.
 
     `amount` is what the process holds; running requests use `in_use` of that, and the rest is spare. Tokens and
     requests per minute leave `amount` when they are taken, tokens of a month when they are used.
@@ -189,9 +189,11 @@ class LimitLease(Window):
         """Request to the database that is due now, if any. The part that it gives back leaves `amount`."""
         while self.unmoved and self.unmoved[0][0] < self._due.usage.unmoved_since:
             self.unmoved.popleft()
-        spare, aim = self.spare, self._aim(now_s)
+        spare = self.spare
+        aim = self._aim(now_s)
         if self.limit is None:
-            is_due, back = bool(self.needs or self._counted), spare
+            is_due = bool(self.needs or self._counted)
+            back = spare
         else:
             is_less = self._held < self._counted
             renew_s = LEASE_S if is_less else RENEW_S.get(self.kind, RENEW_OTHERS_S)

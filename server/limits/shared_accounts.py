@@ -237,7 +237,8 @@ class SharedAccounts(Accounts):
     async def run(self) -> None:
         """Ask the database whenever it is time, until cancelled."""
         while True:
-            at_s, now_s = self.next_at(), self._monotonic()
+            at_s = self.next_at()
+            now_s = self._monotonic()
             if at_s is not None and at_s <= now_s:
                 await self.tick()
                 continue

@@ -13,7 +13,8 @@ SPARE_READERS = 3
 
 def database_turns() -> Turns:
     """Turns by the weight of the tenant that the current task acts for. Long reads of one leave places to others."""
-    writer, readers = FairSemaphore(1), FairSemaphore(READERS, spare=SPARE_READERS)
+    writer = FairSemaphore(1)
+    readers = FairSemaphore(READERS, spare=SPARE_READERS)
     return Turns(
         lambda: writer.place(*acting.get()), lambda: readers.place(*acting.get()), FairThreads
     )

@@ -41,7 +41,8 @@ class Exchange:
         """A block that `cut` and `lose` end."""
         if self._cut_by is not None:
             raise self._cut_by
-        self._task, self._is_lost = asyncio.current_task(), False
+        self._task = asyncio.current_task()
+        self._is_lost = False
         try:
             yield
         except asyncio.CancelledError:
@@ -73,7 +74,7 @@ class Drain:
 
     @property
     def num_running(self) -> int:
-        """How many registered pieces of work are running."""
+        """Number of registered pieces of work that run."""
         return len(self._running)
 
     def check(self, *, or_near: bool = False) -> None:
@@ -137,7 +138,7 @@ class Drain:
 
 
 async def first_of(seconds: float, *events: asyncio.Event) -> None:
-    """Wait for one of the events, for at most so many seconds."""
+    """Wait for one of the events, at most `seconds`."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -21,10 +21,10 @@ KEEP_ALIVE = b": keep-alive\n\n"
 RETRY = b"retry: 2000\n\n"
 """Milliseconds after which a browser reconnects."""
 ALWAYS_NEW = frozenset({"seq", "last_step_age_s"})
-"""What differs in any two snapshots of an idle engine."""
+"""Fields that differ in any two snapshots of an idle engine."""
 
 Snapshot = Mapping[str, Any]
-Ask = Callable[[], Coroutine[Any, Any, Snapshot]]
+ReadSnapshot = Callable[[], Coroutine[Any, Any, Snapshot]]
 
 
 class EngineFeed:
@@ -34,26 +34,32 @@ class EngineFeed:
         self._asked_s = float("-inf")
         self._answer: asyncio.Task[Snapshot] | None = None
 
-    async def events(self, ask: Ask, is_over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, read: ReadSnapshot, is_over: Callable[[], bool]
+    ) -> AsyncGenerator[bytes, None]:
         """Events from now on, beginning with the current snapshot. A slow listener gets the newest only.
 
         Args:
-            ask: Gives a snapshot; it must have a `boot_id`.
-            is_over: Whether the stream is to end.
+            read: Gives a snapshot; it must have a `boot_id`.
+            is_over: Gives true once the stream is to end.
         """
         last: Snapshot | None = None
         boot_id: object = None
-        loop, sent_s = asyncio.get_running_loop(), 0.0
+        loop = asyncio.get_running_loop()
+        sent_s = 0.0
         yield RETRY
         while not is_over():
             content: Snapshot
             try:
-                content, name = await self._newest(ask), ""
+                content = await self._newest(read)
+                name = ""
             except CapacityError as error:
-                content, name = error_body(error), "engine_error"
-            told = {key: content[key] for key in content.keys() - ALWAYS_NEW}
-            if told != last:
-                last, sent_s = told, loop.time()
+                content = error_body(error)
+                name = "engine_error"
+            lasting = {key: content[key] for key in content.keys() - ALWAYS_NEW}
+            if lasting != last:
+                last = lasting
+                sent_s = loop.time()
                 before, boot_id = boot_id, content.get("boot_id", boot_id)
                 if before not in (None, boot_id):
                     yield sse.event({"boot_id": boot_id}, "restart")
@@ -63,9 +69,10 @@ class EngineFeed:
                 yield KEEP_ALIVE
             await asyncio.sleep(POLL_S)
 
-    async def _newest(self, ask: Ask) -> Snapshot:
+    async def _newest(self, read: ReadSnapshot) -> Snapshot:
         """The answer that is being given, or was asked for less than `POLL_S` seconds ago; else a new one."""
         now_s = asyncio.get_running_loop().time()
         if self._answer is None or (self._answer.done() and now_s - self._asked_s >= POLL_S):
-            self._asked_s, self._answer = now_s, asyncio.create_task(ask())
+            self._asked_s = now_s
+            self._answer = asyncio.create_task(read())
         return await asyncio.shield(self._answer)  # others may wait for it

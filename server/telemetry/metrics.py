@@ -237,10 +237,8 @@ class Metrics(Collector):
         yield _labelled(
             CounterMetricFamily, "manylora_preemptions", about, "how", status.preemptions
         )
-        about, evictions = (
-            "Adapters, and blocks of cached KV, dropped.",
-            dict.fromkeys(EVICTED, 0) | status.evictions,
-        )
+        about = "Adapters, and blocks of cached KV, dropped."
+        evictions = dict.fromkeys(EVICTED, 0) | status.evictions
         yield _labelled(CounterMetricFamily, "manylora_evictions", about, "kind", evictions)
         about = "Prompt tokens looked up in the prefix cache."
         yield CounterMetricFamily("manylora_prefix_cache_queries", about, status.prefix_queries)
@@ -257,11 +255,10 @@ class Metrics(Collector):
             source, _, target = path.partition(">")
             loads.add_metric([source, target, result], count)
         yield loads
-        about, number = "Time spent loading adapters.", sum(status.loads.values())
         yield SummaryMetricFamily(
             "manylora_adapter_load_seconds",
-            about,
-            count_value=number,
+            "Time spent loading adapters.",
+            count_value=sum(status.loads.values()),
             sum_value=status.load_seconds,
         )
         places = Counts(

@@ -69,8 +69,9 @@ class VllmNames(Collector):
         self._own = CollectorRegistry()
         self._status: EngineStatus | None = None
         self._names: Mapping[str, tuple[str, int]] = {}
-        self._busy, self._busy_since_s = ("", ""), now()
-        """Adapters that run and that wait, and since when these do."""
+        self._busy = ("", "")
+        """Adapters that run, and that wait."""
+        self._busy_since_s = now()
 
     def render(
         self,
@@ -85,7 +86,9 @@ class VllmNames(Collector):
             status: Of the engine; None while it is away.
             names: Names and ranks of adapters, by digest, the ones asked for last at the end.
         """
-        self._own, self._status, self._names = own, status, names
+        self._own = own
+        self._status = status
+        self._names = names
         return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
@@ -138,14 +141,15 @@ class VllmNames(Collector):
         running = ",".join(sorted({name for name, resident in known if resident.running}))
         waiting = ",".join(sorted({name for name, resident in known if resident.holds}))
         if self._busy != (running, waiting):
-            self._busy, self._busy_since_s = (running, waiting), self._now()
+            self._busy = (running, waiting)
+            self._busy_since_s = self._now()
         labels = {"max_lora": str(self._max_adapters)}
         labels |= {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
         about = "Adapters with requests; the value is the time of the last change."
         return self._gauge("vllm:lora_requests_info", about, self._busy_since_s, labels)
 
     def _loaded(self, status: EngineStatus) -> Metric:
-        """Of an adapter with several versions, the one asked for last."""
+        """Adapters in memory; of one with several versions, the version asked for last."""
         digests = {name: digest for digest, (name, _) in self._names.items()}
         residents = {
             resident.digest: resident for resident in status.residents if resident.tier in LEVELS

@@ -127,17 +127,15 @@ async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
             **await services.registry.tenants.stored(caller.tenant_id),
             "pinned_pages": pages,
         }
-    key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
-    key = (
-        schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id))
-        if key_id is not None
-        else None
-    )
+    key = None
+    if (key_id := caller.identity.key_id) is not None:
+        key = schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id))
+    tenant = None
+    if caller.tenant_id is not None and caller.tenant is not None:
+        tenant = NamedView(id=caller.tenant_id, name=caller.tenant)
     return schemas.MeView(
         role=caller.identity.role,
-        tenant=NamedView(id=tenant_id, name=tenant)
-        if tenant_id is not None and tenant is not None
-        else None,
+        tenant=tenant,
         key=key,
         limits=HeldView(**limits),
         used=HeldView(**used),

@@ -1,1 +1,1 @@
-"""What takes uploads in: their checks in a process with limits, and the files of those in pieces."""
+"""Taking uploads in: their checks in a process with limits, and the files of those in pieces."""

@@ -56,7 +56,7 @@ class StagedFolder:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def sizes(self, upload_id: str) -> dict[str, int]:
-        """How many bytes of each file were received."""
+        """Bytes of each file that were received."""
         sizes = dict.fromkeys(FILES, 0)
         for name in FILES:
             # Opened, since a network file system answers `stat` from its cache.
@@ -147,13 +147,13 @@ class FolderWriter:
 
 
 class StagedObjects:
-    """The same in a bucket: an object `uploads/<upload>/<file>/<offset>-<random>` per piece."""
+    """Files of uploads in a bucket: an object `uploads/<upload>/<file>/<offset>-<random>` per piece."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
 
     def sizes(self, upload_id: str) -> dict[str, int]:
-        """How many bytes of each file follow each other from its beginning."""
+        """Bytes of each file that follow each other from its beginning."""
         return {name: _chain(pieces)[1] for name, pieces in self._pieces(upload_id).items()}
 
     def writer(self, upload_id: str, name: str) -> ObjectWriter:
@@ -248,7 +248,8 @@ def _chain(pieces: list[_Piece]) -> tuple[list[tuple[_Piece, int]], int]:
     Returns:
         Each with how many of its bytes the ones before it have; and where the last one ends.
     """
-    chain, end = [], 0
+    chain: list[tuple[_Piece, int]] = []
+    end = 0
     for piece in sorted(pieces):
         if piece.offset <= end < piece.offset + piece.size:
             chain.append((piece, end - piece.offset))

@@ -48,7 +48,7 @@ class AdapterValidator:
     Args:
         ready: Base shape, page geometry and rank limit.
         blobs: Where stored weights lie.
-        base_names: What the base is called, the served name first.
+        base_names: Names of the base, the served name first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class AdapterValidator:
         await self._processes.close()
 
     async def in_child(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What the worker answers to a job, in a process of its own.
+        """The worker's answer to a job, in a process of its own.
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
@@ -144,7 +144,7 @@ class AdapterValidator:
         return self._pages[version.digest]
 
     def _count_stored(self, version: VersionFacts) -> tuple[tuple[str, int], int]:
-        """What tells headers apart, and the pages. Runs in threads: only reads what is remembered."""
+        """Key that tells headers apart, and the pages. Runs in threads, so it only reads remembered pages."""
         first, size = self._blobs.peek(version.weights_sha256, USUAL_HEADER_BYTES)
         if (length := header_bytes(first, size)) > len(first):
             first, size = self._blobs.peek(version.weights_sha256, length)

@@ -22,8 +22,9 @@ MEMORY_BYTES = 1 << 29
 
 
 def answer(job: dict[str, Any]) -> dict[str, object]:
-    """What is told of an upload as JSON types: its facts, `findings`, or that its config is `too_large`."""
-    config, path = base64.b64decode(job["config"]), Path(job["weights"])
+    """Result of the check of an upload in JSON types: its facts, `findings`, or that its config is `too_large`."""
+    config = base64.b64decode(job["config"])
+    path = Path(job["weights"])
     # A memory file is named by a link of the kernel's, which is to be followed; a file on disk is not.
     weights = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path.parts[1:2] == ("proc",) else path
     modules = tuple(ModuleShape(**module) for module in job["base"]["modules"])

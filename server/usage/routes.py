@@ -52,7 +52,7 @@ class RangeParams(SpanParams):
 
 
 class UsageParams(RangeParams):
-    """What GET /v1/usage takes."""
+    """Parameters of GET /v1/usage."""
 
     bucket: records.Bucket | None = None
     """Width of a row's time span: minutes, or hours and days as clocks in `tz` show them."""
@@ -61,7 +61,7 @@ class UsageParams(RangeParams):
     group_by: str = ""
     """Comma-separated: tenant, adapter, version, key, status, service_class."""
     top: int | None = Field(None, ge=1, le=MAX_TOP)
-    """Only so many groups, the largest of the whole range, have rows of their own, the largest first. All others are
+    """Number of groups, the largest of the whole range, that have rows of their own, the largest first. All others are
     one row per bucket with `"other": true`, so rows still add up to the totals. There are no pages then, and `limit`
     does not count."""
     rank_by: records.RankBy = "total_tokens"
@@ -84,7 +84,7 @@ class OrganizationUsageParams(BaseModel):
 
     @property
     def groups(self) -> tuple[records.GroupBy, ...]:
-        """What the rows are grouped by; groups that Manylora lacks have one value, so they change nothing."""
+        """Groups of the rows; groups that Manylora lacks have one value, so they change nothing."""
         wanted = [*self.group_by, *self.group_by_brackets]
         return tuple(
             dict.fromkeys(_OPENAI_GROUPS[name] for name in wanted if name in _OPENAI_GROUPS)
@@ -232,7 +232,7 @@ def _result(
 
 
 class LatencyParams(SpanParams):
-    """What GET /v1/usage/latency takes. The range is widened to full hours."""
+    """Parameters of GET /v1/usage/latency. The range is widened to full hours."""
 
     bucket: Literal["1h", "1d"] | None = None
     group_by: str = ""

@@ -200,8 +200,8 @@ class Sweeper:
             await _quietly(self.sweep(), "sweep_failed")
 
     async def _sweep_blobs(self) -> int:
-        adapters, blobs = self._garbage.registry.adapters, self._garbage.blobs
-        digests = await asyncio.to_thread(lambda: list(blobs.digests()))
+        adapters = self._garbage.registry.adapters
+        digests = await asyncio.to_thread(lambda: list(self._garbage.blobs.digests()))
         doomed: list[str] = []
         for start in range(0, len(digests), BLOBS_AT_ONCE):
             doomed += await adapters.unreferenced(digests[start : start + BLOBS_AT_ONCE])
@@ -214,7 +214,8 @@ class Sweeper:
 
     async def _sweep_memory(self) -> int:
         """Free weights that no ephemeral version has: one of them may have become a usual version, for example."""
-        registry, weights = self._garbage.registry, self._garbage.weights
+        registry = self._garbage.registry
+        weights = self._garbage.weights
         if not weights.blobs.digests():
             return 0
         async with registry.adapters.locking_unreferenced(()):

@@ -13,7 +13,7 @@ from fake_engine import demo_ready
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.lora.layout import adapter_pages
 from manylora.engine.status import ResidentAdapter
-from manylora.server.adapters.fit import Room, find_fit, planned_item
+from manylora.server.adapters.fit import Capacity, find_fit, planned_item
 from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
 from manylora.server.uploads.validation import AdapterValidator
 
@@ -168,9 +168,9 @@ async def test_weights_that_cannot_be_read_are_503(api: Api, acme: Client) -> No
     assert (await ask(api, status=503, adapters=["pirate"]))["code"] == "adapter_load_failed"
 
 
-def room(pages: int, slots: int = 8) -> Room:
+def room(pages: int, slots: int = 8) -> Capacity:
     ready = demo_ready(max_model_len=100, num_pages=pages)
-    return Room.of(replace(ready, memory=replace(ready.memory, slots=slots)))
+    return Capacity.of(replace(ready, memory=replace(ready.memory, slots=slots)))
 
 
 def item(pages: int, count: int = 1, digest: str | None = None) -> AdapterFitItem:

@@ -15,11 +15,11 @@ from starlette.types import Message, Receive, Scope, Send
 from api_adapters import upload
 from api_server import Api, Client, at_rest, eventually
 from manylora.errors import RateLimitError
+from manylora.server.admission.rates import Admitted
 from manylora.server.app import LIMITED_ROUTERS, ROUTERS
 from manylora.server.auth.middleware import LOCAL_ADMIN
 from manylora.server.limits import management_turns
 from manylora.server.limits.management_turns import CODE, PLACES, ManagementTurns
-from manylora.server.limits.rates import Admitted
 
 pytestmark = pytest.mark.anyio
 COSTLY = ("/v1/usage", "/v1/usage/events", "/v1/usage/latency")

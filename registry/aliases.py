@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import accumulate
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -120,12 +122,8 @@ def pick(choices: Iterable[tuple[AdapterVersion, int]], sticky: str) -> AdapterV
         "utf-8", "surrogatepass"
     )
     place = int.from_bytes(hashlib.sha256(named).digest()[:8], "big")
-    rest = place * sum(weight for _, weight in ordered) >> 64
-    for version, weight in ordered:
-        rest -= weight
-        if rest < 0:
-            return version
-    raise RuntimeError("a place lies within the sum of all weights")
+    ends = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_right(ends, place * ends[-1] >> 64)][0]
 
 
 @cache
@@ -136,13 +134,13 @@ def meant_by(by: str, *, is_own: bool) -> sa.Select[AdapterRow, VersionRow, int]
     """
     caller: sa.BindParameter[str] = sa.bindparam("caller")
     weight: sa.SQLColumnExpression[int] = sa.literal(1) if by != "alias" else AliasRow.weight
-    shares = sa.and_(
+    is_meant = sa.and_(
         AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version
     )
     chosen = {
         "version": VersionRow.version == sa.bindparam("by"),
         "digest": VersionRow.digest == sa.bindparam("by"),
-        "alias": sa.and_(shares, AliasRow.alias == sa.bindparam("by")),
+        "alias": sa.and_(is_meant, AliasRow.alias == sa.bindparam("by")),
     }[by]
     owner = sa.select(TenantRow.id).where(TenantRow.name == sa.bindparam("owner")).scalar_subquery()
     adapter = (

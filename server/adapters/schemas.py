@@ -263,12 +263,12 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _VersionNumber = Annotated[int, Field(ge=1)]
 
 
-_Shares = Annotated[
+_Weights = Annotated[
     dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)
 ]
 
 
-_Aliases = Annotated[dict[str, _VersionNumber | _Shares | None], Field(max_length=64)]
+_Aliases = Annotated[dict[str, _VersionNumber | _Weights | None], Field(max_length=64)]
 
 
 class AdapterPatchBody(Body):
@@ -375,7 +375,7 @@ def adapter_view(
             **own,
             "pages": pages,
             "load_p95_s": resident and resident.load_p95_s,
-            "aliases": {alias: _alias_view(shares) for alias, shares in adapter.aliases.items()},
+            "aliases": {alias: _alias_view(weights) for alias, weights in adapter.aliases.items()},
             "usage": usage,
         }
     )
@@ -408,12 +408,10 @@ def _version_fields(
     }
 
 
-def _alias_view(shares: VersionWeights) -> int | dict[str, int]:
-    return (
-        next(iter(shares))
-        if len(shares) == 1
-        else {str(version): shares[version] for version in shares}
-    )
+def _alias_view(weights: VersionWeights) -> int | dict[str, int]:
+    if len(weights) == 1:
+        return next(iter(weights))
+    return {str(version): weight for version, weight in weights.items()}
 
 
 def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import orjson
 from starlette.datastructures import Headers
@@ -18,111 +16,76 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from manylora.errors import CapacityError, EngineError, ManyloraError, RequestError
-from manylora.server.generation.choices import ChoiceStep, Generation, best_choices
-from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
-from manylora.server.generation.schemas import GenerationBody
-from manylora.server.generation.writer import ChunkWriter
+from manylora.errors import EngineError, ManyloraError, RequestError
+from manylora.server.generation.choices import ChoiceStep, best_choices
+from manylora.server.generation.openai_format import AnswerPart, JsonObject, joined
+from manylora.server.generation.run import GenerationRun
 from manylora.server.http import sse
 from manylora.server.http.wire import IS_CLOSING
 
-if TYPE_CHECKING:
-    from manylora.server.generation.items import ItemWriter
-    from manylora.server.process.drain import Drain
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedGeneration:
-    """A request that can run, checked, resolved, admitted and reserved; and how its answer looks."""
-
-    generation: Generation
-    body: GenerationBody
-    shape: ResponseFormat
-    writer: ChunkWriter | ItemWriter
-    meter: Meter
-    headers: dict[str, str]
-
-    async def bill_computed(self) -> None:
-        """End what still runs, and bill what was computed instead of what was delivered."""
-        await self.generation.abort()
-        self.meter.take_computed(self.generation.choices)
-
-
-async def whole_answer(plan: PlannedGeneration) -> tuple[JsonObject, str, dict[str, str]]:
+async def whole_answer(run: GenerationRun) -> tuple[JsonObject, str, dict[str, str]]:
     """All steps of a generation as one body; raises what ends them early.
 
     Returns:
         The body, which is counted as delivered; the status that is recorded of it; and the headers.
     """
-    parts: dict[int, list[Part]] = {}
+    parts: dict[int, list[AnswerPart]] = {}
     taken: list[ChoiceStep] = []
-    async for together in plan.generation.steps():
+    async for together in run.generation.steps():
         for step in together:
-            plan.meter.observe(step)
-            parts.setdefault(step.choice.index, []).append(plan.shape.part(step))
+            run.meter.observe(step)
+            parts.setdefault(step.choice.index, []).append(run.shape.part(step))
         taken += together
     for step in taken:
-        plan.meter.deliver(step)
-    best = best_choices(plan.generation.choices, taken, plan.body.n)
+        run.meter.deliver(step)
+    best = best_choices(run.generation.choices, taken, run.body.n)
     ends = [joined(parts[choice.index]) for choice in best]
-    body = plan.writer.whole(list(zip(best, ends, strict=True)))
-    return body, _overall(ends), plan.headers | _state_header(taken[0])
+    body = run.writer.whole(list(zip(best, ends, strict=True)))
+    return body, _overall(ends), run.model.headers | _state_header(taken[0])
 
 
 class GenerationResponse(Response):
-    """Runs the generation when it is called as an ASGI application."""
+    """Has the engine compute a prepared run when it is called as an ASGI application."""
 
-    def __init__(self, plan: PlannedGeneration, drain: Drain) -> None:
+    def __init__(self, run: GenerationRun) -> None:
         super().__init__()
-        self._plan = plan
-        self._drain = drain
+        self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; raises what the engine refused if nothing was sent yet."""
-        plan, generation = self._plan, self._plan.generation
+        """Answer.
+
+        Raises:
+            ManyloraError: The engine refused, and nothing was sent yet.
+            ClientDisconnect: The client is gone.
+        """
+        run = self._run
+        cut = run.generation.cut
         is_closing: Callable[[], bool] = scope.get("state", {}).get(IS_CLOSING, lambda: False)
         watcher = asyncio.create_task(_until_gone(receive))
-        watcher.add_done_callback(lambda _: generation.cut(ClientDisconnect()))
-        status = "error"
+        watcher.add_done_callback(lambda _: cut(ClientDisconnect()))
+        answer = self._stream if run.body.stream else self._whole
         try:
-            with self._drain.running(generation.cut):
-                async with generation:
-                    answer = self._stream if plan.body.stream else self._whole
-                    try:
-                        await answer(send, lambda: watcher.done() or is_closing())
-                    except ClientDisconnect:
-                        status = "aborted"
-                        await plan.bill_computed()
-                    except RequestError:
-                        await plan.bill_computed()
-                        raise
-                    except CapacityError:
-                        if (
-                            plan.meter.is_passed_on
-                        ):  # nothing was sent: the gateway asks another server, by this id
-                            plan.meter.close("error")
-                        raise
-                    finally:
-                        await asyncio.shield(plan.meter.finish_quietly(status))
+            with run.services.drain.running(cut):
+                async with run.generating():
+                    await answer(send, lambda: watcher.done() or is_closing())
         finally:
             watcher.cancel()
-            if generation.admission is not None:
-                generation.admission.end()
 
     async def _whole(self, send: Send, is_gone: Callable[[], bool]) -> None:
-        body, status, headers = await whole_answer(self._plan)
+        body, status, headers = await whole_answer(self._run)
         if is_gone():
             raise ClientDisconnect
-        await self._plan.meter.finish(status)
+        await self._run.bill(status)
         response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
     async def _stream(self, send: Send, is_gone: Callable[[], bool]) -> None:
-        plan, steps = self._plan, self._plan.generation.steps()
+        run = self._run
+        steps = run.generation.steps()
         first = await anext(steps)
-        headers = Headers({**plan.headers, **_state_header(first[0]), **sse.HEADERS})
+        headers = Headers({**run.model.headers, **_state_header(first[0]), **sse.HEADERS})
         await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
         try:
             await self._send_steps(first, steps, send, is_gone)
@@ -130,17 +93,10 @@ class GenerationResponse(Response):
             raise
         except Exception as error:
             if isinstance(error, RequestError):
-                await plan.bill_computed()
-            told = error if isinstance(error, ManyloraError) else EngineError(str(error))
-            await asyncio.shield(plan.meter.finish_quietly("error"))
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": plan.writer.failure(told),
-                    "more_body": False,
-                }
-            )
-            if told is not error:
+                await run.take_computed()
+            shown = error if isinstance(error, ManyloraError) else EngineError(str(error))
+            await _send_body(send, run.writer.failure(shown), is_last=True)
+            if shown is not error:
                 raise
 
     async def _send_steps(
@@ -151,33 +107,32 @@ class GenerationResponse(Response):
         is_gone: Callable[[], bool],
     ) -> None:
         """Send all steps that have arrived in one write, one event per step. A slow client gets more in each write."""
-        plan, ends = self._plan, list[Part]()
+        run = self._run
+        ends = list[AnswerPart]()
         together: list[ChoiceStep] | None = first
         while together is not None:
             payload = b""
             for step in together:
-                plan.meter.observe(step)
-                part = plan.shape.part(step)
+                run.meter.observe(step)
+                part = run.shape.part(step)
                 if part.finish_reason is not None:
                     ends.append(part)
-                plan.meter.deliver(step)
-                payload += plan.writer.events(step, part)
-            if len(ends) == len(plan.generation.choices) and not is_gone():
-                await plan.meter.finish(_overall(ends))
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": payload + plan.writer.closing(),
-                        "more_body": False,
-                    }
-                )
+                run.meter.deliver(step)
+                payload += run.writer.events(step, part)
+            if len(ends) == len(run.generation.choices) and not is_gone():
+                await run.bill(_overall(ends))
+                await _send_body(send, payload + run.writer.closing(), is_last=True)
                 return
             if payload:
-                await send({"type": "http.response.body", "body": payload, "more_body": True})
+                await _send_body(send, payload, is_last=False)
             if is_gone():
                 raise ClientDisconnect
-            plan.meter.mark()
+            run.meter.mark()
             together = await anext(steps, None)
+
+
+async def _send_body(send: Send, payload: bytes, *, is_last: bool) -> None:
+    await send({"type": "http.response.body", "body": payload, "more_body": not is_last})
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -190,6 +145,6 @@ def _state_header(step: ChoiceStep) -> dict[str, str]:
     return {} if state is None or state == "base" else {"x-manylora-adapter-state": state}
 
 
-def _overall(ends: list[Part]) -> str:
+def _overall(ends: list[AnswerPart]) -> str:
     """One status for all choices: `length` if any was cut short."""
     return "length" if any(part.finish_reason == "length" for part in ends) else "stop"

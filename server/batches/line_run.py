@@ -24,8 +24,7 @@ from manylora.server.batches.input_lines import Line
 from manylora.server.errors import answer, error_body
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.openai_format import JsonObject
-from manylora.server.generation.response import whole_answer
-from manylora.server.generation.routes import endpoints
+from manylora.server.generation.routes import endpoints, whole_answer
 from manylora.server.generation.run import GenerationRun
 from manylora.server.http.json_body import validate
 from manylora.server.limits.reservation import LimitReservation

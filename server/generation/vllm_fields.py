@@ -47,7 +47,7 @@ class VllmFields(Body):
     """Fields that completions and chats share."""
 
     min_tokens: int = Field(0, ge=0, lt=1 << 31)
-    """Least number of tokens: before it, no token that ends the answer is chosen, and stop strings do not count."""
+    """Until there are this many, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
     bad_words: list[Word] = Field(default_factory=list, max_length=128)
     """Texts not to generate, each as it is tokenized at the start of a text and after a space. Other tokens that make
     up the same text are not ruled out."""

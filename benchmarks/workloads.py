@@ -1,7 +1,7 @@
-"""Which adapter each request asks for, when, and for how many tokens: the workloads of papers that others use too.
+"""Which adapter each request asks for, when, and for how many tokens: popularity and arrivals.
 
-Popularity patterns follow Punica (arXiv:2310.18547, section 7), arrivals follow S-LoRA
-(arXiv:2311.03285, section 7). Everything is seeded. It knows no servers and no models.
+Popularity patterns follow Punica (arXiv:2310.18547, section 7). Everything is seeded. It knows no servers and no
+models.
 """
 
 from __future__ import annotations
@@ -70,37 +70,8 @@ def assign_adapters(pattern: str, num_requests: int, num_adapters: int, seed: in
     return indices.tolist()
 
 
-def slora_trace(
-    num_adapters: int,
-    num_requests: int,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    *,
-    alpha: float = 1,
-    seed: int,
-) -> list[TimedRequest]:
-    """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator.
-
-    Arrivals are a Poisson process of one request a second.
-
-    Args:
-        num_adapters: Adapters there are.
-        num_requests: Requests in all.
-        inputs: Prompt tokens, upper end excluded.
-        outputs: Output tokens, upper end excluded.
-        alpha: Popularity, `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0.
-        seed: Of all draws.
-    """
-    random = np.random.RandomState(seed)
-    adapters = (random.power(alpha, num_requests) * num_adapters).astype(int)
-    lengths = [random.randint(low, high, num_requests) for low, high in (inputs, outputs)]
-    arrivals = np.cumsum(random.gamma(1, 1, num_requests))
-    columns = (each.tolist() for each in (arrivals, adapters, *lengths))
-    return [TimedRequest(*values) for values in zip(*columns, strict=True)]
-
-
 def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
-    """Arrival times in seconds of a Poisson process of so many requests a second."""
+    """Arrival times in seconds of a Poisson process with this rate in requests a second."""
     random = np.random.Generator(np.random.PCG64(seed))
     return cast("list[float]", np.cumsum(random.gamma(1, 1 / rate, num_requests)).tolist())
 

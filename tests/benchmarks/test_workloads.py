@@ -1,4 +1,4 @@
-"""The workloads equal the formulas of the papers they come from."""
+"""Workloads follow their formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from manylora.benchmarks.workloads import (
     adapter_counts,
     assign_adapters,
     poisson_arrivals,
-    slora_trace,
     zipf_adapters,
 )
 from manylora.errors import ConfigError
@@ -61,25 +60,6 @@ def test_assignment_shuffles_exactly_the_counts_and_repeats_with_the_seed() -> N
     assert first == assign_adapters("zipf:1.5", 32, 9, seed=3)
     assert first != assign_adapters("zipf:1.5", 32, 9, seed=4)
     assert first != sorted(first)
-
-
-def test_slora_adapters_follow_their_probability() -> None:
-    n, alpha = 20, 0.3
-    trace = slora_trace(n, 200_000, (8, 512), (8, 512), alpha=alpha, seed=42)
-    share = np.bincount([request.adapter for request in trace], minlength=n) / len(trace)
-    edges = [(i / n) ** alpha for i in range(n + 1)]
-    np.testing.assert_allclose(share, np.diff(edges), atol=0.004)
-
-
-def test_slora_gaps_are_those_of_a_poisson_process_and_lengths_stay_in_half_open_ranges() -> None:
-    gaps = np.diff(
-        [request.arrival_s for request in slora_trace(4, 200_000, (8, 512), (8, 512), seed=42)]
-    )
-    assert gaps.mean() == pytest.approx(1, rel=0.03)
-    assert gaps.std() / gaps.mean() == pytest.approx(1, rel=0.05)
-    trace = slora_trace(4, 10_000, (8, 12), (3, 5), seed=42)
-    assert {request.prompt_tokens for request in trace} == {8, 9, 10, 11}
-    assert {request.output_tokens for request in trace} == {3, 4}
 
 
 def test_popularity_follows_zipfs_law() -> None:

@@ -1,4 +1,4 @@
-"""All benchmarks by name, and what they share. `python -m manylora.benchmarks.main NAME` needs no typer.
+"""Benchmarks by name, and the way they are run. `python -m manylora.benchmarks.main NAME` needs no typer.
 
 The module of a benchmark says in its docstring what it asks and how, adds its own options (`add_options`, if it has
 any) and measures what they ask for (`measure`). All else is the same for all of them and stands here and in

@@ -1,4 +1,4 @@
-"""Which adapter each request asks for, when, and for how many tokens: popularity and arrivals.
+"""Popularity of adapters, and times at which requests arrive.
 
 Popularity patterns follow Punica (arXiv:2310.18547, section 7). Everything is seeded. It knows no servers and no
 models.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 

@@ -134,7 +134,7 @@ def overload(result: dict[str, Any]) -> None:
 
 
 def adapters_http(result: dict[str, Any]) -> None:
-    """What is left of the throughput with every adapter on the device beforehand."""
+    """Rest of the throughput with every adapter on the device beforehand."""
     _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     arms = result["arms"]
     names = {"tight": f"{arms['tight']['adapters']}, room for half"} if "tight" in arms else {}

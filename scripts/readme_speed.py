@@ -36,12 +36,12 @@ def result(name: str) -> dict[str, Any]:
 
 
 def asked(run: dict[str, Any]) -> dict[str, Any]:
-    """What a benchmark was asked to measure."""
+    """Options and load of a benchmark."""
     return {**run.get("options", {}), **run.get("load", {})}
 
 
 def machine(run: dict[str, Any]) -> str:
-    """Where and when a result was measured."""
+    """Place and day of a result."""
     hardware, versions = run["hardware"], run["versions"]
     return f"{hardware['cores']} cores of {hardware['cpu']}, torch {versions['torch']}, {run['at'][:10]}"
 
@@ -99,7 +99,7 @@ QUANTISED = [
     *("compare-llama-int8-cpu", "compare-llama-int8-single-cpu", "compare-llama-int4-single-cpu"),
     "compare-vllm-int8-cpu",
 ]
-"""Those with quantised weights."""
+"""Comparisons with quantised weights."""
 
 
 def step_table(run: dict[str, Any]) -> list[str]:
@@ -121,7 +121,7 @@ def step_table(run: dict[str, Any]) -> list[str]:
 
 
 def load_of(run: dict[str, Any]) -> tuple[str, str]:
-    """What a comparison asked for, and how many requests at a time."""
+    """Models of a comparison, and requests at a time."""
     options = run["options"]
     adapters = len(options["models"].split(",")) - 1
     who = f"base and {adapters} mixed adapters" if adapters else "base"
@@ -162,7 +162,7 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def overhead_line(run: dict[str, Any]) -> str:
-    """What is added to a step's arithmetic."""
+    """Shares that are added to a step's arithmetic."""
     shares = run["share of a step"]
     return (
         f"Planning, messages between processes and HTTP take **{shares['all']['median']:.1%}** of a step of"
@@ -362,7 +362,7 @@ def peers_table(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def gateway_section() -> str:
-    """What a gateway costs, and how soon killed servers are noticed."""
+    """The cost of a gateway, and the time until killed servers are noticed."""
     cost, promises = result("gateway-cpu"), result("cluster-promises-cpu")
     options = cost["options"]
     lines = ["| | direct | through a gateway |", "|---|---|---|"]

@@ -33,10 +33,10 @@ class OwnEngine:
         self.parts, self.core = parts, parts.core
         self.blob_dir = config.blob_dir
         self.outputs: list[RequestOutput] = []
-        """What the last call of the core returned."""
+        """Outputs of the last call of the core."""
         self._loaded = loaded
         self._is_blocked = False
-        """Whether the last call of the core found nothing to do, and no request came since."""
+        """True if the last call of the core found nothing to do, and no request came since."""
         self._ids = itertools.count(1)
 
     def submit(self, request: GenerationRequest) -> None:

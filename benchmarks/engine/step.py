@@ -1,4 +1,4 @@
-"""How long does a step take, compared with the least time possible, and where does the time go?
+"""Time of a step, compared with the least time possible, and the parts where it goes.
 
     manylora bench step [--rows 1,8,32] [--prefill 2040] [--weights bf16,int8] [--json benchmarks/results/step-cpu.json]
 
@@ -60,13 +60,13 @@ class Case:
     adapters: Sequence[AdapterRef | None]
     """The adapters of its requests, in turn."""
     prompt_tokens: int = PROMPT_TOKENS
-    """Of each request."""
+    """Tokens of the prompt of each request."""
     is_prefill: bool = False
-    """Whether the step that computes the prompts is timed, instead of the decode steps."""
+    """True if the step that computes the prompts is timed, instead of the decode steps."""
 
 
 class LinearPass:
-    """All linear layers of the 0.5B shape with random weights (0.8 GB in bfloat16).
+    """The linear layers of the 0.5B shape with random weights (0.8 GB in bfloat16).
 
     They run in model order, so that every weight comes from memory and not from a cache, as in a real step.
 
@@ -90,7 +90,7 @@ class LinearPass:
 
     @torch.inference_mode()
     def seconds(self, rows: int, head_rows: int) -> float:
-        """Median time of one pass over so many rows of activations, `head_rows` of which get logits."""
+        """Median time of one pass over `rows` rows of activations, `head_rows` of which get logits."""
         counts = [rows] * (len(self._linears) - 1) + [head_rows]
         inputs = {
             (count, width): _random(count, width)

@@ -7,7 +7,6 @@
     check      do the tests pass on it, the demo's recorded answers among them?
     sanitize   do kernels read or write outside of their tensors, or race? (compute-sanitizer)
     kernels    how near is each operation to its floor, and which launch constants are best?
-    yardstick  how does attention compare with FlashInfer's, on the same pages?
     step       how long is a step of the 8B shape with up to 64 adapters?
     profile    where does its time go? (a trace of torch's profiler)
     memory     what do page copies and scattered pages cost?
@@ -32,7 +31,7 @@ from typing import get_args
 
 import torch
 
-from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, serve, step, yardstick
+from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, serve, step
 from manylora.benchmarks.gpu.case_log import CaseLog, Cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
 from manylora.benchmarks.report import AddOption, positive, provenance
@@ -44,7 +43,6 @@ VERBS: dict[str, Callable[[Setup], Cases]] = {
     "check": commands.check_cases,
     "sanitize": commands.sanitize_cases,
     "kernels": kernels.cases,
-    "yardstick": yardstick.cases,
     "step": step.cases,
     "profile": step.trace_cases,
     "memory": memory.cases,

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from manylora.benchmarks.http.generator import Call, Calls, LoadSettings, Reply
-from manylora.benchmarks.http.http_stream import EventClient
+from manylora.benchmarks.http.generator import Call, Generator, Target
 from manylora.benchmarks.http.overload import (
     QUIET,
     SHARES,
@@ -24,13 +23,18 @@ from manylora.benchmarks.http.overload import (
     plan_visits,
     vary_lengths,
 )
+from manylora.benchmarks.metrics import Reply
 
 OPTIONS = argparse.Namespace(seed=0, seconds=60.0, output_tokens=2, ttft_s=10.0, tpot_ms=100.0)
 
 
+def target(model: str) -> Target:
+    return Target("http://127.0.0.1:9/v1", "", model)
+
+
 def calls(model: str) -> Iterator[Call]:
-    made = Calls(EventClient("http://127.0.0.1:9/v1", ""), LoadSettings(vocab_size=64))
-    return (made.make(model, 1, 1, index) for index in itertools.count())
+    made = Generator(vocab_size=64)
+    return (made.call(target(model), 1, 1) for _ in itertools.count())
 
 
 @pytest.mark.parametrize("factor", [1.0, 20.0])
@@ -54,9 +58,9 @@ def test_the_offered_load_is_what_was_asked_for(factor: float) -> None:
 
 def test_answers_differ_in_length_and_no_two_prompts_are_the_same() -> None:
     options = argparse.Namespace(input_tokens=9, output_tokens=100)
-    made = Calls(EventClient("http://127.0.0.1:9/v1", ""), LoadSettings(vocab_size=64))
-    sent = list(itertools.islice(vary_lengths(made, "m", options, seed=3), 400))
-    lengths = [call.output_tokens for call in sent]
+    varied = vary_lengths(Generator(vocab_size=64), target("m"), options, seed=3)
+    sent = list(itertools.islice(varied, 400))
+    lengths = [call.output_tokens or 0 for call in sent]
     assert min(lengths) in range(50, 60)
     assert max(lengths) in range(141, 151)
     assert sum(lengths) / 400 == pytest.approx(100, rel=0.05)

@@ -57,6 +57,12 @@ def counts(text: str) -> list[int]:
     return [positive(each) for each in text.split(",")] if text else []
 
 
+def add_positive(add: AddOption, **options: tuple[int, str]) -> None:
+    """Add options that are whole numbers from 1, each with its default and its help."""
+    for name, (default, about) in options.items():
+        add("--" + name.replace("_", "-"), type=positive, default=default, help=about)
+
+
 def add_settings_option(add: AddOption) -> None:
     """Add `--set`, the settings of a server that a benchmark starts."""
     add(

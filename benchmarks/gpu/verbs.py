@@ -34,7 +34,7 @@ import torch
 from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, serve, step
 from manylora.benchmarks.gpu.case_log import CaseLog, Cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
-from manylora.benchmarks.report import AddOption, positive, provenance
+from manylora.benchmarks.report import AddOption, add_positive, provenance
 from manylora.config import KvDtype, environment
 from manylora.errors import ConfigError
 
@@ -133,7 +133,7 @@ def add_options(add: AddOption) -> None:
         default=540.0,
         help="stop before a case that would not end within these seconds",
     )
-    add("--jobs", type=positive, default=1, help="processes for tests")
+    add_positive(add, jobs=(1, "processes for tests"))
     add("--only", default="", help="a pattern: run only cases whose names have it")
     add("--eager", action="store_true", help="launch each kernel of a decode step: no CUDA graphs")
     add(

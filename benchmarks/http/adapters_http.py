@@ -32,9 +32,9 @@ from manylora.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
 from manylora.benchmarks.report import (
     DEFAULT_CACHE,
     AddOption,
+    add_positive,
     counts,
     goal,
-    positive,
     ratios,
     spread,
     take_turns,
@@ -242,12 +242,10 @@ def add_options(add: AddOption) -> None:
         default=100,
         help="adapters of the arm with a pool for half of them; 0 leaves the arm out",
     )
-    add("--in-flight", type=positive, default=32)
+    add_positive(add, in_flight=(32, ""))
     add("--seconds", type=float, default=90.0, help="of load of each server")
     add("--span-s", type=float, default=30.0, help="of a load's begin and of its end")
-    add("--repeats", type=positive, default=1)
-    add("--input-tokens", type=positive, default=32)
-    add("--output-tokens", type=positive, default=32)
+    add_positive(add, repeats=(1, ""), input_tokens=(32, ""), output_tokens=(32, ""))
     add(
         "--cache",
         type=Path,

@@ -23,7 +23,7 @@ import uvloop
 from manylora.benchmarks.http.generator import Target
 from manylora.benchmarks.http.serve import add_server_options, chosen_targets, make_load
 from manylora.benchmarks.metrics import Reply, summarise
-from manylora.benchmarks.report import AddOption, goal, positive
+from manylora.benchmarks.report import AddOption, add_positive, goal
 from manylora.client import Client
 from manylora.errors import ManyloraError
 
@@ -137,6 +137,9 @@ def add_options(add: AddOption) -> None:
     """Add its options."""
     add_server_options(add, requests=200, concurrency=8)
     add("--warmup", type=int, default=16, help="requests sent before, not measured")
-    add("--lines", type=positive, default=1000, help="requests of the batch")
-    add("--line-prompt", type=positive, default=64, help="prompt tokens of a line")
-    add("--line-tokens", type=positive, default=64, help="output tokens of a line")
+    add_positive(
+        add,
+        lines=(1000, "requests of the batch"),
+        line_prompt=(64, "prompt tokens of a line"),
+        line_tokens=(64, "output tokens of a line"),
+    )

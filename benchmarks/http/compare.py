@@ -19,7 +19,7 @@ import uvloop
 from manylora.benchmarks.http.generator import Target
 from manylora.benchmarks.http.serve import add_server_options, chosen_targets, make_load
 from manylora.benchmarks.metrics import summarise
-from manylora.benchmarks.report import AddOption, positive, ratios, spread, take_turns
+from manylora.benchmarks.report import AddOption, add_positive, ratios, spread, take_turns
 from manylora.errors import ConfigError, ManyloraError
 
 FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -112,5 +112,5 @@ def add_options(add: AddOption) -> None:
     add("--peer-key", default="", help="its API key")
     add("--peer-name", default="peer", help="what to call it")
     add("--peer-about", default="", help="its version and how it was started, for the result")
-    add("--repeats", type=positive, default=3, help="rounds that count")
+    add_positive(add, repeats=(3, "rounds that count"))
     add_server_options(add)

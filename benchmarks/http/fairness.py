@@ -46,7 +46,7 @@ from manylora.benchmarks.http.own_server import (
 )
 from manylora.benchmarks.http.runner import play, watch_delay
 from manylora.benchmarks.metrics import Reply, distribution, percentile, tokens_per_s
-from manylora.benchmarks.report import AddOption, goal, positive, spread, take_turns
+from manylora.benchmarks.report import AddOption, add_positive, goal, spread, take_turns
 
 WEIGHTS = {"heavy": 3, "light": 1}
 MAX_RATIO = 3.0
@@ -179,7 +179,7 @@ def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
 
     first, start_s = num_steps(), time.perf_counter()
     time.sleep(options.seconds / TURNS)
-    steps = (num_steps() - first) / max(1, options.replicas)
+    steps: float = (num_steps() - first) / max(1, options.replicas)
     return (time.perf_counter() - start_s) / max(1, steps)
 
 
@@ -274,21 +274,19 @@ def add_options(add: AddOption) -> None:
     add(
         "--seconds", type=float, default=20.0, help="of an arm with the quiet requests, and without"
     )
-    add("--repeats", type=positive, default=3)
+    add_positive(add, repeats=(3, ""))
     add(
         "--replicas",
         type=int,
         default=0,
         help="behind two gateways; 0 is one server that serves by itself",
     )
-    add("--streams", type=positive, default=200, help="that the flood keeps open")
-    add(
-        "--many",
-        type=positive,
-        default=100,
-        help="adapters of the flood in the arm that is called hundred",
+    add_positive(
+        add,
+        streams=(200, "that the flood keeps open"),
+        many=(100, "adapters of the flood in the arm that is called hundred"),
+        flood_tokens=(400, "output tokens of a stream of the flood"),
+        quiet_tokens=(16, "output tokens of a quiet request"),
+        prompt_tokens=(32, ""),
     )
-    add("--flood-tokens", type=positive, default=400, help="output tokens of a stream of the flood")
-    add("--quiet-tokens", type=positive, default=16, help="output tokens of a quiet request")
-    add("--prompt-tokens", type=positive, default=32)
     add("--pause-ms", type=float, default=100.0, help="mean pause between quiet requests")

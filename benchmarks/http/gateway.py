@@ -25,8 +25,8 @@ from manylora.benchmarks.http.stepped_server import STEP_S
 from manylora.benchmarks.metrics import Reply, percentile, summarise, tokens_per_s
 from manylora.benchmarks.report import (
     AddOption,
+    add_positive,
     goal,
-    positive,
     ratios,
     spread,
     spread_rows,
@@ -144,6 +144,9 @@ def _own_usage(server: OwnServer) -> Usage:
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
-    add("--streams", type=positive, default=64, help="at once")
-    add("--tokens", type=positive, default=900, help="of each stream; 100 come in a second")
-    add("--repeats", type=positive, default=3)
+    add_positive(
+        add,
+        streams=(64, "at once"),
+        tokens=(900, "of each stream; 100 come in a second"),
+        repeats=(3, ""),
+    )

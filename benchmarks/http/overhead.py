@@ -27,7 +27,7 @@ from manylora.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpo
 from manylora.benchmarks.report import (
     DEFAULT_CACHE,
     AddOption,
-    positive,
+    add_positive,
     spread,
     spread_rows,
     take_turns,
@@ -125,7 +125,5 @@ def make_result(runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
-    add("--requests", type=positive, default=32, help="at once")
-    add("--output-tokens", type=positive, default=64)
-    add("--repeats", type=positive, default=3)
+    add_positive(add, requests=(32, "at once"), output_tokens=(64, ""), repeats=(3, ""))
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")

@@ -39,7 +39,7 @@ from manylora.benchmarks.http.generator import Call, Generator, Target, ask, che
 from manylora.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
 from manylora.benchmarks.http.runner import play, sleep_until, watch_delay
 from manylora.benchmarks.metrics import Reply, distribution, tokens_per_s
-from manylora.benchmarks.report import AddOption, goal, positive
+from manylora.benchmarks.report import AddOption, add_positive, goal
 from manylora.benchmarks.workloads import poisson_arrivals
 
 SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -317,14 +317,12 @@ def add_options(add: AddOption) -> None:
     )
     add("--seconds", type=float, default=60.0, help="of each")
     add("--capacity-seconds", type=float, default=60.0, help="of the load that measures it")
-    add(
-        "--in-flight",
-        type=positive,
-        default=96,
-        help="requests of the closed loop that measures the capacity",
+    add_positive(
+        add,
+        in_flight=(96, "requests of the closed loop that measures the capacity"),
+        input_tokens=(32, ""),
+        output_tokens=(96, ""),
     )
-    add("--input-tokens", type=positive, default=32)
-    add("--output-tokens", type=positive, default=96)
     add("--ttft-s", type=float, default=10.0, help="objective: time to the first token")
     add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
     add(

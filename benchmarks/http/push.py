@@ -27,9 +27,9 @@ from manylora.benchmarks.qwen_shape import make_checkpoints
 from manylora.benchmarks.report import (
     DEFAULT_CACHE,
     AddOption,
+    add_positive,
     add_settings_option,
     goal,
-    positive,
     spread,
     spread_rows,
 )
@@ -145,17 +145,15 @@ async def _one(
 
 def add_options(add: AddOption) -> None:
     """Add the options."""
-    add("--pushes", type=positive, default=20, help="timed pushes, idle and again beside the load")
-    add("--in-flight", type=positive, default=32)
-    add("--input-tokens", type=positive, default=32)
-    add("--output-tokens", type=positive, default=64)
-    add("--settle-s", type=float, default=5.0, help="seconds of load before its first push")
-    add(
-        "--versions",
-        type=positive,
-        default=200,
-        help=f"pushes that memory is read over, the first {SETTLE} not",
+    add_positive(
+        add,
+        pushes=(20, "timed pushes, idle and again beside the load"),
+        in_flight=(32, ""),
+        input_tokens=(32, ""),
+        output_tokens=(64, ""),
     )
+    add("--settle-s", type=float, default=5.0, help="seconds of load before its first push")
+    add_positive(add, versions=(200, f"pushes that memory is read over, the first {SETTLE} not"))
     add(
         "--model", type=Path, default=None, help="folder of the base; Qwen2-0.5B's shape by default"
     )

@@ -25,7 +25,7 @@ from manylora.benchmarks.http.generator import Load, Target
 from manylora.benchmarks.http.own_server import own_server, server_names
 from manylora.benchmarks.metrics import summarise
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, add_settings_option, positive
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, add_positive, add_settings_option
 from manylora.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, poisson_arrivals
 from manylora.errors import ConfigError
 
@@ -147,15 +147,14 @@ def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32
         default="",
         help="names to ask for there, comma-separated; the first is the most popular",
     )
-    add("--requests", type=positive, default=requests)
-    add(
-        "--concurrency", type=positive, default=concurrency, help="requests in flight (closed loop)"
+    add_positive(
+        add, requests=(requests, ""), concurrency=(concurrency, "requests in flight (closed loop)")
     )
     add("--rate", type=_rate, default=None, help="requests per second (open loop)")
     add("--popularity", default="uniform", help=", ".join(PATTERNS))
     add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
     add("--output-tokens", default="64", help="output tokens: a number or low:high")
-    add("--vocab-size", type=positive, default=512, help="prompt ids are drawn below this")
+    add_positive(add, vocab_size=(512, "prompt ids are drawn below this"))
     add("--seed", type=int, default=0)
 
 

@@ -21,7 +21,7 @@ def arm(
     return Arm([], None, replies, [0.0005, 0.0015], [step_ms / 1e3], spans)
 
 
-def goals_of(arms: dict[str, Arm]) -> dict[str, tuple[float, bool]]:
+def goals_of(arms: dict[str, Arm]) -> dict[str, tuple[Any, bool]]:
     goals = make_result(arms)["goals"]
     return {goal["goal"]: (pytest.approx(goal["limit"]), goal["ok"]) for goal in goals}
 

@@ -39,7 +39,7 @@ from manylora.benchmarks.report import (
     spread,
     take_turns,
 )
-from manylora.benchmarks.workloads import zipf_adapters
+from manylora.benchmarks.workloads import draw_adapters
 from manylora.errors import ManyloraError
 
 MIN_RATIO = {"cold": 0.85, "warm": 0.95}
@@ -150,7 +150,7 @@ def _load_in_turns(
     """Measure cold and warm spans of both servers, which get the same requests."""
     num_turns = max(round(options.seconds / TURN_S), 1)
     turn_s = options.seconds / num_turns
-    adapters = {kind: zipf_adapters(len(each), seed=seed) for kind, each in targets.items()}
+    adapters = {kind: draw_adapters("zipf:1", len(each), seed) for kind, each in targets.items()}
 
     async def turn(kind: str, round_: int) -> dict[str, Any]:
         replies: list[Reply] = []

@@ -26,7 +26,7 @@ from manylora.benchmarks.http.own_server import own_server, server_names
 from manylora.benchmarks.metrics import summarise
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, add_positive, add_settings_option
-from manylora.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, poisson_arrivals
+from manylora.benchmarks.workloads import PATTERNS, TimedRequest, draw_adapters, poisson_arrivals
 from manylora.errors import ConfigError
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
@@ -100,12 +100,12 @@ def make_load(options: argparse.Namespace, num_models: int) -> Load:
     inputs = _range(options.input_tokens, "input-tokens")
     outputs = _range(options.output_tokens, "output-tokens")
     count, rate, seed = options.requests, options.rate, options.seed
-    adapters = assign_adapters(options.popularity, count, num_models, seed)
+    adapters = draw_adapters(options.popularity, num_models, seed)
     arrivals = poisson_arrivals(count, rate, seed) if rate else [0.0] * count
     draw = random.Random(seed)
     plan = [
         TimedRequest(arrival_s, adapter, draw.choice(inputs), draw.choice(outputs))
-        for arrival_s, adapter in zip(arrivals, adapters, strict=True)
+        for arrival_s, adapter in zip(arrivals, adapters, strict=False)
     ]
     return Load(plan, options.vocab_size, None if rate else options.concurrency)
 
@@ -151,7 +151,7 @@ def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32
         add, requests=(requests, ""), concurrency=(concurrency, "requests in flight (closed loop)")
     )
     add("--rate", type=_rate, default=None, help="requests per second (open loop)")
-    add("--popularity", default="uniform", help=", ".join(PATTERNS))
+    add("--popularity", default="uniform", help=PATTERNS)
     add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
     add("--output-tokens", default="64", help="output tokens: a number or low:high")
     add_positive(add, vocab_size=(512, "prompt ids are drawn below this"))

@@ -139,6 +139,16 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def spreads(
+    runs: Mapping[str, Sequence[Mapping[str, float]]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Spreads of the figures of each contender, from its runs."""
+    return {
+        name: {figure: spread([run[figure] for run in each]) for figure in each[0]}
+        for name, each in runs.items()
+    }
+
+
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
     """The spread of the ratios of each round; NaN for a round without one."""
     return spread([one / two if two else math.nan for one, two in zip(over, under, strict=True)])

@@ -11,7 +11,6 @@ arguments make no sense.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -19,15 +18,8 @@ import uvloop
 from manylora.benchmarks.http.generator import Target
 from manylora.benchmarks.http.serve import add_server_options, chosen_targets, make_load
 from manylora.benchmarks.metrics import summarise
-from manylora.benchmarks.report import AddOption, add_positive, ratios, spread, take_turns
+from manylora.benchmarks.report import AddOption, add_positive, ratios, spreads, take_turns
 from manylora.errors import ConfigError, ManyloraError
-
-FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "output tokens/s": lambda summary: summary["output_tokens_per_s"],
-    "TTFT p50 ms": lambda summary: summary["ttft_ms"]["p50"],
-    "TPOT p50 ms": lambda summary: summary["tpot_ms"]["p50"],
-}
-"""Compared figures, from a summary of a run."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,27 +69,33 @@ def make_contenders(options: argparse.Namespace, ours: list[Target]) -> dict[str
 
 def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Spreads of each, and ratios of Manylora over the peer within rounds."""
-    figures = {
-        name: {figure: spread([read(run) for run in each]) for figure, read in FIGURES.items()}
-        for name, each in runs.items()
-    }
+    figures = spreads({name: [_compared(run) for run in each] for name, each in runs.items()})
     ours, theirs = figures.values()
     errors = {name: sum(run["errors"] for run in each) for name, each in runs.items()}
     return {
         "figures": figures,
         "ratios": {
-            figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in FIGURES
+            figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in ours
         },
         "errors": {name: {"errors": count} for name, count in errors.items()},
         "table": [
             {"": figure, **{name: each[figure]["median"] for name, each in figures.items()}}
-            for figure in FIGURES
+            for figure in ours
         ],
         "failures": [
             f"{name}: {count} requests failed or were answered wrongly"
             for name, count in errors.items()
             if count
         ],
+    }
+
+
+def _compared(summary: dict[str, Any]) -> dict[str, float]:
+    """Pick what is compared from a summary of a run."""
+    return {
+        "output tokens/s": summary["output_tokens_per_s"],
+        "TTFT p50 ms": summary["ttft_ms"]["p50"],
+        "TPOT p50 ms": summary["tpot_ms"]["p50"],
     }
 
 

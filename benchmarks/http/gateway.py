@@ -28,8 +28,8 @@ from manylora.benchmarks.report import (
     add_positive,
     goal,
     ratios,
-    spread,
     spread_rows,
+    spreads,
     take_turns,
 )
 from manylora.benchmarks.workloads import TimedRequest
@@ -61,10 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     direct_ms, through_ms = (
         percentile([1e3 * each.ttft_s for each in alone[at::2]], 50) for at in (0, 1)
     )
-    found = {
-        name: {part: spread([run[part] for run in own]) for part in own[0]}
-        for name, own in runs.items()
-    }
+    found = spreads(runs)
     speed = ratios(*([run["tokens_per_s"] for run in runs[name]] for name in ("gateway", "direct")))
     return {
         "paths": found,

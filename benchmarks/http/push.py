@@ -30,8 +30,8 @@ from manylora.benchmarks.report import (
     add_positive,
     add_settings_option,
     goal,
-    spread,
     spread_rows,
+    spreads,
 )
 from manylora.client import Client
 from manylora.errors import ConfigError, ManyloraError
@@ -66,10 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.model, options.adapter = base, adapters[1]
     with plain_server(options.model, options.set) as server:
         phases, sizes, num_load = _measure(options, server)
-    figures = {
-        name: {part: spread([run[part] for run in runs]) for part in runs[0]}
-        for name, runs in phases.items()
-    }
+    figures = spreads(phases)
     goals = [
         goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name])
         for name in figures

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
+from typing import Any
 
 import httpx
 import pytest
@@ -156,10 +158,8 @@ async def test_an_answer_that_has_begun_takes_no_place() -> None:
 
     turns = ManagementTurns(app, frozenset(), lambda *_: None)
     scope = {"type": "http", "path": "/v1/events", "state": {"identity": None}}
-    streams = [
-        asyncio.create_task(turns(dict(scope), asyncio.Event().wait, ignore))
-        for _ in range(3 * PLACES)
-    ]  # type: ignore[arg-type]
+    receive: Any = asyncio.Event().wait
+    streams = [asyncio.create_task(turns(dict(scope), receive, ignore)) for _ in range(3 * PLACES)]
     await eventually(lambda: len(begun) == len(streams))
     may_end.set()
     await asyncio.gather(*streams)

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
-from typing import Any
 
 import httpx
 import pytest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -164,7 +164,7 @@ class Sweeper:
         await _quietly(self.sweep(is_start=True), "sweep_failed")
         return asyncio.create_task(self._go_on())
 
-    async def sweep(self, is_start: bool = False) -> Mapping[str, int]:
+    async def sweep(self, is_start: bool = False) -> dict[str, int]:
         """Delete leftovers.
 
         Args:

@@ -58,7 +58,7 @@ class EphemeralWeights:
 
     def is_used(self, weights: str) -> bool:
         """Return true if a request that has not ended may still have to load these weights, in memory or stored."""
-        return weights in self._held or self._engine.uses(weights)
+        return self._held[weights] > 0 or self._engine.uses(weights)
 
     async def free(self, weights: str) -> None:
         """Free weights that no version has any more; a sweep deletes a blob of them in the store."""

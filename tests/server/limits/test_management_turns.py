@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -156,10 +157,8 @@ async def test_an_answer_that_has_begun_takes_no_place() -> None:
 
     turns = ManagementTurns(app, frozenset(), lambda *_: None)
     scope = {"type": "http", "path": "/v1/events", "state": {"identity": None}}
-    streams = []
-    for _ in range(3 * PLACES):
-        stream = turns(dict(scope), asyncio.Event().wait, ignore)  # type: ignore[arg-type]
-        streams.append(asyncio.create_task(stream))
+    receive: Any = asyncio.Event().wait
+    streams = [asyncio.create_task(turns(dict(scope), receive, ignore)) for _ in range(3 * PLACES)]
     await eventually(lambda: len(begun) == len(streams))
     may_end.set()
     await asyncio.gather(*streams)

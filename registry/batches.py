@@ -7,9 +7,10 @@ result and its usage event are one transaction under ids made of batch and line:
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeVar
 
@@ -175,6 +176,9 @@ MAX_OPEN = 100
 MAX_CLAIMED = 256
 """Most batches that one server runs at once."""
 LEASE_S = 30
+"""Seconds for which a server has a batch to itself."""
+RENEW_S = LEASE_S // 2
+"""Seconds left of that time below which it is renewed; before, a look writes nothing."""
 _BEFORE = {"in_progress": ("validating",), "finalizing": ("in_progress", "finalizing")}
 """From which statuses a batch goes on to another; it may end from every open one."""
 
@@ -192,8 +196,12 @@ class LineResult:
     """None for a line that was refused before it ran."""
 
 
+@dataclass(eq=False)
 class Batches(Transactions):
     """The part of the registry that keeps all tenants' batches."""
+
+    changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set when this process made or cancelled a batch, so that the worker need not wait for its next look."""
 
     async def create(
         self,
@@ -238,7 +246,8 @@ class Batches(Transactions):
             session.add(row)
             await session.flush()
             await session.refresh(row)
-            return row
+        self.changed.set()
+        return row
 
     async def get(self, tenant_id: str, batch_id: str) -> BatchRow:
         """One of a tenant's batches; raises NotFoundError."""
@@ -265,7 +274,8 @@ class Batches(Transactions):
                 raise ConflictError(
                     f"The batch is {row.status}: it cannot be cancelled.", code="batch.ended"
                 )
-            return row
+        self.changed.set()
+        return row
 
     async def claim(self, owner: str) -> Sequence[BatchRow]:
         """The batches that `owner` runs from now on: those it runs already, and those without an owner.
@@ -277,21 +287,25 @@ class Batches(Transactions):
         free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
         turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
         due = (
-            select(BatchRow.id)
+            select(BatchRow)
             .where(*free)
             .order_by(turn, BatchRow.owner != owner, BatchRow.id)
             .limit(MAX_CLAIMED)
         )
-        ids = [row.id for row in await self.database.rows(due)]
+        async with self.database.read() as session:
+            found = (await session.scalars(due)).all()
+        renewed_s = now + RENEW_S
+        kept = tuple(row for row in found if row.owner == owner and row.lease_until >= renewed_s)
+        ids = [row.id for row in found if row.owner != owner or row.lease_until < renewed_s]
         if not ids:
-            return ()
+            return kept
         claimed = (
             update(BatchRow)
             .where(BatchRow.id.in_(ids), *free)
             .values(owner=owner, lease_until=now + LEASE_S)
         )
         async with self.database.write() as session:
-            return (await session.scalars(claimed.returning(BatchRow))).all()
+            return (*kept, *await session.scalars(claimed.returning(BatchRow)))
 
     async def release(self, owner: str) -> None:
         """Give up all batches of `owner`; the first server that claims them goes on."""

@@ -48,14 +48,14 @@ class StepCursor:
             self.num_coming = num_coming + 1
 
     def end(self, chunk: Chunk, token_id: int | None) -> None:
-        """Take the oldest chunk in flight out, and make of it the chunk of the token that it sampled, if that is known.
+        """Take out the oldest chunk in flight, and turn it into the next chunk if that is one token in the same page.
+
+        To make hundreds of chunks in each step takes longer than all other decisions of a plan, and has the garbage
+        collector look at each.
 
         Args:
-            chunk: Its results are known.
-            token_id: The token, if the request goes on with it in the pages it has.
-
-        Making hundreds of chunks in each step takes longer than all else that a plan decides, and has the garbage
-        collector look at each. A chunk that needs a new page is left to the next plan.
+            chunk: The oldest chunk in flight; its results are known.
+            token_id: The sampled token, if the request keeps its pages and goes on with this token.
         """
         del self.in_flight[0]
         self.next_chunk = None

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 import sqlalchemy as sa
@@ -249,12 +251,8 @@ def pick(choices: Iterable[tuple[AdapterVersion, int]], sticky: str) -> AdapterV
         "utf-8", "surrogatepass"
     )
     place = int.from_bytes(hashlib.sha256(named).digest()[:8], "big")
-    rest = place * sum(weight for _, weight in ordered) >> 64
-    for version, weight in ordered:
-        rest -= weight
-        if rest < 0:
-            return version
-    raise AssertionError("a place lies within the sum of all weights")
+    ends = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_right(ends, place * ends[-1] >> 64)][0]
 
 
 @cache

@@ -28,7 +28,7 @@ Reader = Callable[[str], AsyncIterator[bytes]]
 
 
 def reader_of(source: str) -> Reader:
-    """What reads the files of a source.
+    """Make a reader for the files of a source.
 
     Raises:
         InvalidRequestError: Neither a place on the hub nor in S3.

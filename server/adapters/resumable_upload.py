@@ -94,11 +94,11 @@ async def receive_file(
         raise errors.ConflictError("The upload has ended; make a new one.", code="upload.ended")
     offset = _offset(request, file)
     await in_thread(services.blobs.check_room, file.size - (offset or 0))
-    intake, writer = services.intake, services.staged.writer(upload_id, name)
+    writer = services.staged.writer(upload_id, name)
     with (
         services.drain.cancelling(),
-        intake.stream(owner.tenant_id),
-        intake.writing(upload_id, name),
+        services.intake.stream(owner.tenant_id),
+        services.intake.writing(upload_id, name),
     ):
         try:
             await in_thread(writer.open, offset)
@@ -157,7 +157,7 @@ async def complete(
 
 
 def _offset(request: Request, file: FileFacts) -> int | None:
-    """Where the bytes begin by the header Content-Range; None where they are the whole file."""
+    """First byte by the header Content-Range; None if the body is the whole file."""
     given = request.headers.get("content-range")
     if given is None:
         return None
@@ -171,12 +171,12 @@ def _offset(request: Request, file: FileFacts) -> int | None:
 
 def gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
     """Copy the weights into `weights` and return the config, if both are what was announced."""
-    staged, files = services.staged, upload.files
+    staged = services.staged
     config = b"".join(staged.read(upload.id, CONFIG_FILE))
     for piece in staged.read(upload.id, WEIGHTS_FILE):
         weights.write(piece)
     found = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.sha256()}
-    wrong = [name for name, file in files.items() if found[name] != file.sha256]
+    wrong = [name for name, file in upload.files.items() if found[name] != file.sha256]
     if wrong:
         staged.delete(upload.id, *wrong)
         raise digest_mismatch(wrong[0])

@@ -56,7 +56,7 @@ class StagedFolder:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def sizes(self, upload_id: str) -> dict[str, int]:
-        """How many bytes of each file were received."""
+        """Received bytes of each file."""
         sizes = dict.fromkeys(FILES, 0)
         for name in FILES:
             # Opened, since a network file system answers `stat` from its cache.
@@ -65,7 +65,7 @@ class StagedFolder:
         return sizes
 
     def writer(self, upload_id: str, name: str) -> FolderWriter:
-        """For adding to a file; nothing is opened yet."""
+        """Make a writer that adds to a file; nothing is opened yet."""
         return FolderWriter(self._root / _checked(upload_id) / name)
 
     def read(self, upload_id: str, name: str) -> Iterator[bytes]:
@@ -147,17 +147,17 @@ class FolderWriter:
 
 
 class StagedObjects:
-    """The same in a bucket: an object `uploads/<upload>/<file>/<offset>-<random>` per piece."""
+    """Files of uploads in a bucket: an object `uploads/<upload>/<file>/<offset>-<random>` per piece."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
 
     def sizes(self, upload_id: str) -> dict[str, int]:
-        """How many bytes of each file follow each other from its beginning."""
+        """Received bytes of each file that follow each other from its beginning."""
         return {name: _chain(pieces)[1] for name, pieces in self._pieces(upload_id).items()}
 
     def writer(self, upload_id: str, name: str) -> ObjectWriter:
-        """For adding to a file; nothing is asked yet."""
+        """Make a writer that adds to a file; nothing is asked yet."""
         return ObjectWriter(
             self._bucket,
             f"uploads/{_checked(upload_id)}/{name}",
@@ -188,7 +188,7 @@ class StagedObjects:
 
 class _Piece(NamedTuple):
     offset: int
-    """Where in the file it begins."""
+    """Place in the file at which it begins."""
     size: int
     key: str
 
@@ -248,7 +248,8 @@ def _chain(pieces: list[_Piece]) -> tuple[list[tuple[_Piece, int]], int]:
     Returns:
         Each with how many of its bytes the ones before it have; and where the last one ends.
     """
-    chain, end = [], 0
+    chain = []
+    end = 0
     for piece in sorted(pieces):
         if piece.offset <= end < piece.offset + piece.size:
             chain.append((piece, end - piece.offset))

@@ -65,7 +65,7 @@ PLAIN_JSON = {
     "server/tools/formats.py": 1,
     # Files of the base model that transformers and tokenizers read in the same way.
     "engine/grammar/matcher.py": 2,
-    "engine/model/quantise.py": 1,
+    "engine/model/checkpoint/quantise.py": 1,
     "engine/text/tokenizer.py": 1,
     # Typed: each message has a class, and what does not fit is refused.
     "server/cluster/links.py": 1,

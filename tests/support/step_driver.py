@@ -22,10 +22,10 @@ from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.execution.step_program import StepDevice
 from manylora.engine.execution.step_programs import StepPrograms
-from manylora.engine.model import weights as model_weights
+from manylora.engine.model.checkpoint import weights as model_weights
+from manylora.engine.model.checkpoint.weights import load_decoder
 from manylora.engine.model.decoder import KvViews
 from manylora.engine.model.spec import base_shape, read_spec
-from manylora.engine.model.weights import load_decoder
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from manylora.errors import StaleSlotError

@@ -31,9 +31,10 @@ from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, Step
 from manylora.errors import StaleSlotError
 from manylora.kernels.dispatch import kernels_for, triton_kernels
 from manylora.kernels.weight_format import WeightFormat
+from manylora.lora_rows import PITCH_BYTES
 from manylora.memory.arena import Arena
 from manylora.memory.block_table import BlockTable
-from manylora.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
+from manylora.memory.geometry import PageGeometry, page_geometry
 from manylora.memory.host_slab import HostSlab
 from manylora.memory.pool import PagePool
 

@@ -26,6 +26,8 @@ INSIDE_THE_MAP = {
     ),
     *("manylora/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
     *("engine/model/checkpoint", "engine/model/formats"),
+    *("server/tenants", "server/usage", "server/status", "server/vllm"),
+    *("benchmarks/engine", "benchmarks/gpu", "benchmarks/http"),
 }
 """Packages whose parent's row speaks for them."""
 DOCUMENTS = [

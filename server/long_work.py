@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from manylora.config import usable_cores
 from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.threads import to_its_end
 
 INLINE_BYTES = 16 * 1024
 """Up to this size, work is done on the event loop: a thread would cost more."""
@@ -69,7 +70,11 @@ class LongWork:
         async with lane.places.place(tenant or "", weight):
             begin()
             try:
-                return await _run_to_its_end(lane.threads, function)
+                return await to_its_end(
+                    asyncio.get_running_loop().run_in_executor(
+                        lane.threads, copy_context().run, function
+                    )
+                )
             finally:
                 if lane is self._long:
                     self._trim_later()
@@ -96,15 +101,6 @@ class _Lane:
     def __init__(self, places: int, name: str) -> None:
         self.threads = ThreadPoolExecutor(2 * places, name)
         self.places = FairSemaphore(places, spare=places)
-
-
-async def _run_to_its_end(threads: ThreadPoolExecutor, function: Callable[[], ResultT]) -> ResultT:
-    running = asyncio.get_running_loop().run_in_executor(threads, copy_context().run, function)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
 
 
 def keep_interpreter_moving() -> None:

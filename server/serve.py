@@ -60,6 +60,7 @@ from manylora.server.logs import configure_logs
 from manylora.server.long_work import keep_interpreter_moving
 from manylora.server.pins import sync_pins
 from manylora.server.sandbox.chat_renderer import ChatRenderer
+from manylora.server.sandbox.grammar_checker import GrammarChecker
 from manylora.server.services import Services, base_names
 from manylora.server.status.metrics import Metrics
 from manylora.server.status.routes import metrics_response
@@ -193,6 +194,8 @@ async def open_services(
     format_of(tokenizer, config.model.tool_format)
     chats = ChatRenderer(tokenizer)
     stack.push_async_callback(chats.close)
+    grammars = GrammarChecker(tokenizer.folder)
+    stack.push_async_callback(grammars.close)
     if (fault := await chats.try_template()) is not None:
         announce(f"manylora: chats are refused: {fault}")
     name = await asyncio.to_thread(server_name, config.server.data_dir)
@@ -211,6 +214,7 @@ async def open_services(
         ready=ready,
         tokenizer=tokenizer,
         chats=chats,
+        grammars=grammars,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
         validator=validator,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from manylora.server.drain import Drain
     from manylora.server.limits.gate import Gate
     from manylora.server.sandbox.chat_renderer import ChatRenderer
+    from manylora.server.sandbox.grammar_checker import GrammarChecker
     from manylora.server.status.metrics import Metrics
 
 STATUS_S = 10.0
@@ -57,6 +58,8 @@ class Services:
     tokenizer: Tokenizer
     chats: ChatRenderer
     """Renders chats for the tokenizer."""
+    grammars: GrammarChecker
+    """Checks grammars for the tokenizer."""
     tokenizer_settings: Mapping[str, object]
     """What the checkpoint's tokenizer_config.json says, for clients."""
     blobs: BlobStore

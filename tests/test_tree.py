@@ -59,9 +59,8 @@ PLAIN_JSON = {
     "manylora/cli/demo/traffic.py": 2,
     "registry/usage/ledger.py": 1,
     "server/cluster/launch/ray_serve.py": 1,
-    "server/sandbox/grammar_check.py": 2,
     "server/sandbox/processes.py": 1,
-    "server/sandbox/worker.py": 3,
+    "server/sandbox/worker.py": 2,
     "server/tools/formats.py": 1,
     # Files of the base model that transformers and tokenizers read in the same way.
     "engine/grammar/matcher.py": 2,

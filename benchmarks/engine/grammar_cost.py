@@ -15,10 +15,11 @@ logits are wide. `--shape demo` takes the shipped model and ends within seconds.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import math
+import os
 import random
-import resource
 import statistics
 import string
 import tempfile
@@ -46,6 +47,7 @@ from manylora.engine.request import FlowKey, GenerationRequest, Grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import InvalidRequestError
 from manylora.server.generation.grammar import checked_grammar
+from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 PROMPT = [10, 11]
 TEXTS = {
@@ -269,27 +271,36 @@ def _hostile() -> dict[str, dict[str, Any]]:
 
 def _refusal_cpu_ms(name: str, schema: dict[str, Any], folder: Path) -> float:
     """NaN where it was not refused."""
-    checked_grammar(
-        f'start: "{name}"', "schema", folder
-    )  # whose child starts again, if the last schema ended it
+    return asyncio.run(_measure_refusal(name, schema, GrammarChecker(folder)))
+
+
+async def _measure_refusal(name: str, schema: dict[str, Any], checker: GrammarChecker) -> float:
+    await checked_grammar(f'start: "{name}"', "schema", checker)  # its process starts
     before_s = _cpu_s()
     try:
-        checked_grammar(json_grammar(schema), "schema", folder)
+        await checked_grammar(json_grammar(schema), "schema", checker)
     except InvalidRequestError:
         return (_cpu_s() - before_s) * 1e3
+    finally:
+        await checker.close()
     return math.nan
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this thread and of all children, ended or not."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    children = itertools.chain(
-        *(task.read_text().split() for task in Path("/proc/self/task").glob("*/children"))
-    )
-    running_ns = sum(
-        int(Path(f"/proc/{child}/schedstat").read_text().split()[0]) for child in children
-    )
-    return time.thread_time() + ended.ru_utime + ended.ru_stime + running_ns / 1e9
+    """CPU seconds of this thread, of all children, and of theirs, ended or not."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    children = [child for task in tasks for child in task.read_text().split()]
+    grandchildren = [
+        each
+        for child in children
+        for each in Path(f"/proc/{child}/task/{child}/children").read_text().split()
+    ]
+    total_s = time.thread_time()
+    for pid in (*children, *grandchildren):
+        total_s += int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total_s += (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+    return total_s
 
 
 def add_options(add: AddOption) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from manylora.engine.grammar.json_schema import json_grammar
@@ -12,7 +12,7 @@ from manylora.engine.grammar.schema_reader import parts_of
 from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
+from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 MAX_SEARCHED = 64
 """Parts of a schema that are tried for the place of what is wrong."""
@@ -20,15 +20,15 @@ Part = tuple[object, str]
 """A JSON schema, or a grammar as text, and its place in the body."""
 
 
-def checked_grammar(
-    lark: str, param: str, folder: Path, tenant: str = "", parts: Sequence[Part] = ()
+async def checked_grammar(
+    lark: str, param: str, checker: GrammarChecker, tenant: str = "", parts: Sequence[Part] = ()
 ) -> Grammar:
     """What the engine is to hold an answer to.
 
     Args:
         lark: A whole grammar with the rule `start`.
         param: What it was made of, for errors.
-        folder: Of the checkpoint.
+        checker: Of the model.
         tenant: Who sent it.
         parts: What it was made of, one by one: an error names the one that is wrong.
 
@@ -40,13 +40,13 @@ def checked_grammar(
     if len(encoded) > MAX_GRAMMAR_BYTES:
         message = f"{param} makes a grammar of {len(encoded)} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
         raise InvalidRequestError(message, param=param, code="grammar_too_large")
-    search = _Search(grammar_checker(), folder, tenant)
-    problem = search.problem(lark)
+    grammar = Grammar.of(lark)
+    problem = await checker.problem(grammar, tenant)
     if problem is None:
-        return Grammar.of(lark)
+        return grammar
     is_schema = "%json" in lark
     told = schema_problem(problem) if is_schema else grammar_problem(problem, has_lines=False)
-    place, reason, is_schema = search.cause(parts) or (
+    place, reason, is_schema = await _Search(checker, tenant).cause(parts) or (
         parts[0][1] if len(parts) == 1 else param,
         told,
         is_schema,
@@ -60,48 +60,48 @@ def checked_grammar(
 class _Search:
     """Looks for the least part of a request that has the problem of the whole."""
 
-    def __init__(self, checker: GrammarChecker, folder: Path, tenant: str) -> None:
+    def __init__(self, checker: GrammarChecker, tenant: str) -> None:
         self._checker = checker
-        self._folder = folder
         self._tenant = tenant
         self._num_left = MAX_SEARCHED
 
-    def problem(self, lark: str) -> str | None:
-        """The fault that llguidance finds in a whole grammar; None if it is sound."""
-        return self._checker.problem(lark, Grammar.of(lark).digest, self._folder, self._tenant)
-
-    def cause(self, parts: Sequence[Part]) -> tuple[str, str, bool] | None:
+    async def cause(self, parts: Sequence[Part]) -> tuple[str, str, bool] | None:
         """A place, what is wrong there, and whether it is a schema; None if each part alone is right."""
         for part, place in parts:
             if isinstance(part, str):
-                problem = self.problem(part)
+                problem = await self._problem(part)
                 if problem is not None:
                     return (
                         place,
                         grammar_problem(problem, has_lines=place.endswith(".grammar")),
                         False,
                     )
-            elif (found := self._alone(part, part, place)) is not None:
-                return *(self._within(part, part, place) or (place, found)), True
+            elif (found := await self._alone(part, part, place)) is not None:
+                return *(await self._within(part, part, place) or (place, found)), True
         return None
 
-    def _within(self, schema: object, root: object, path: str) -> tuple[str, str] | None:
+    async def _problem(self, lark: str) -> str | None:
+        return await self._checker.problem(Grammar.of(lark), self._tenant)
+
+    async def _within(self, schema: object, root: object, path: str) -> tuple[str, str] | None:
         for name, part in _parts(schema):
-            found = self._alone(part, root, f"{path}.{name}")
+            place = f"{path}.{name}"
+            found = await self._alone(part, root, place)
             if found is not None:
-                return self._within(part, root, f"{path}.{name}") or (f"{path}.{name}", found)
+                return await self._within(part, root, place) or (place, found)
         return None
 
-    def _alone(self, schema: object, root: object, path: str) -> str | None:
+    async def _alone(self, schema: object, root: object, path: str) -> str | None:
         """The fault of a part of a schema; None also if the part cannot be judged without the whole."""
         self._num_left -= 1
         if self._num_left < 0 or not isinstance(schema, dict) or not isinstance(root, dict):
             return None
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         try:
-            problem = self.problem(json_grammar({**schema, **shared}, path))
+            lark = await asyncio.to_thread(json_grammar, {**schema, **shared}, path)
         except InvalidRequestError:
             return None
+        problem = await self._problem(lark)
         told = None if problem is None else schema_problem(problem)
         if told == TOO_COMPLEX:
             self._num_left = 0  # which takes its time

@@ -105,16 +105,16 @@ def _asked_grammar(lark: str | None, param: str, parts: list[Part]) -> AskedGram
     return None if lark is None else AskedGrammar(lark, param, parts)
 
 
-def held_to(prompts: Prompts, asked: AskedGrammar, services: Services, tenant: str) -> Prompts:
-    """Prompts of a tenant whose answers are held to a grammar, which is checked in a child process.
+async def held_to(
+    prompts: Prompts, asked: AskedGrammar, services: Services, tenant: str
+) -> Prompts:
+    """Prompts of a tenant whose answers are held to a grammar, which is checked in another process.
 
     Raises:
         InvalidRequestError: It is no grammar, or too large.
         CapacityError: It could not be checked.
     """
-    grammar = checked_grammar(
-        asked.lark, asked.param, services.tokenizer.folder, tenant, asked.parts
-    )
+    grammar = await checked_grammar(asked.lark, asked.param, services.grammars, tenant, asked.parts)
     return [(replace(prompt, grammar=grammar), params) for prompt, params in prompts]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ from manylora.server.limits.rates import GeneratingCaller, admit_generation, res
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.long_work import INLINE_BYTES
 from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
-from manylora.server.sandbox.grammar_check import turn_of
 from manylora.server.services import Services, services_of
 
 if TYPE_CHECKING:
@@ -137,15 +135,13 @@ async def plan_generation(
         rendered = ""
         if isinstance(body, ChatBody):
             rendered = await services.chats.render(
-                await origin.work(partial(chat_job, body, services), num_characters)
+                await origin.work(partial(chat_job, body, services), num_characters), num_characters
             )
         prompts, asked = await origin.tokenize(
             lambda: prompts_and_params(body, services, rendered), num_characters
         )
         if asked is not None:
-            tenant = origin.caller.tenant_id or ""
-            async with turn_of(tenant):
-                prompts = await asyncio.to_thread(held_to, prompts, asked, services, tenant)
+            prompts = await held_to(prompts, asked, services, origin.caller.tenant_id or "")
         num_prompt = await _reserve(services, reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)

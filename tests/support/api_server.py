@@ -17,7 +17,8 @@ import structlog
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from fake_engine import FakeEngine, demo_tokenizer
+from fake_engine import DEMO_MODEL, FakeEngine, demo_tokenizer
+from grammar_checks import SharedChecker
 from manylora.adapters.blobs.memory import MemoryBlobs
 from manylora.adapters.blobs.store import open_blobs
 from manylora.config import AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
@@ -241,6 +242,7 @@ async def api(
         ready=ready,
         tokenizer=demo_tokenizer(),
         chats=QuickRenderer(demo_tokenizer()),
+        grammars=SharedChecker(DEMO_MODEL),
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
         validator=QuickValidator(ready, blobs, base_names(config)),

@@ -107,9 +107,8 @@ class FairThreads(ThreadPoolExecutor):
         """Run a function in the turn of the tenant that the caller acts for."""
         future: Future[ResultT] = Future()
         with self._lock:
-            self._waiting.setdefault(acting.get(), deque()).append(
-                (future, partial(fn, *args, **kwargs))
-            )  # type: ignore[arg-type]
+            turn = self._waiting.setdefault(acting.get(), deque())
+            turn.append((future, partial(fn, *args, **kwargs)))  # type: ignore[arg-type]
             self._start_next()
         return future
 

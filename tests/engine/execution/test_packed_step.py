@@ -94,10 +94,8 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
             expected = list(pages[: GEOMETRY.blocks(prompt.context_len)])
             assert tables[group][prompt.request].tolist() == expected
     row, samples = 0, []
-    slots = [
-        -1 if plan.chunks[place].adapter is None else plan.chunks[place].adapter.slot
-        for place in step.order
-    ]  # type: ignore[union-attr]
+    leases = [plan.chunks[place].adapter for place in step.order]
+    slots = [-1 if lease is None else lease.slot for lease in leases]
     assert slots == sorted(slots)
     assert sorted(step.order) == list(range(len(plan.chunks)))
     for index, place in enumerate(step.order):

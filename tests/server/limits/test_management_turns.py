@@ -156,10 +156,10 @@ async def test_an_answer_that_has_begun_takes_no_place() -> None:
 
     turns = ManagementTurns(app, frozenset(), lambda *_: None)
     scope = {"type": "http", "path": "/v1/events", "state": {"identity": None}}
-    streams = [
-        asyncio.create_task(turns(dict(scope), asyncio.Event().wait, ignore))
-        for _ in range(3 * PLACES)
-    ]  # type: ignore[arg-type]
+    streams = []
+    for _ in range(3 * PLACES):
+        stream = turns(dict(scope), asyncio.Event().wait, ignore)  # type: ignore[arg-type]
+        streams.append(asyncio.create_task(stream))
     await eventually(lambda: len(begun) == len(streams))
     may_end.set()
     await asyncio.gather(*streams)

@@ -357,8 +357,12 @@ def request(
     own = {key: fields.pop(key) for key in names if key in fields}
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     return GenerationRequest(
-        request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, **own
-    )  # type: ignore[arg-type]
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        params=params,
+        adapter=ref,
+        **own,  # type: ignore[arg-type]
+    )
 
 
 def arrived(asked: GenerationRequest, arrival_index: float, **fields: Any) -> RequestState:

@@ -23,11 +23,11 @@ from manylora.errors import ManyloraError
 from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.middleware import AuthMiddleware
-from manylora.server.drain import Drain
 from manylora.server.errors import error_response
 from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget, HeldBody
 from manylora.server.http.dashboard import PUBLIC_PATHS
 from manylora.server.limits.reservation import LimitReservation
+from manylora.server.process.drain import Drain
 
 log = structlog.get_logger("manylora.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}

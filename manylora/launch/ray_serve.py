@@ -25,7 +25,7 @@ from manylora.errors import ConfigError, ManyloraError
 from manylora.launch.scaling import BUSY, DOWN_AFTER_S, WAIT, desired_replicas
 from manylora.launch.server_process import HOST, ServerProcess
 from manylora.launch.up import METRICS_PORT, SECRETS, SLACK_S
-from manylora.registry.keys import keyed_digest
+from manylora.registry.access.keys import keyed_digest
 from manylora.server.cluster.wire import CLUSTER, SHARED, STATE_PATH, Report
 from manylora.server.settings import load_config
 

@@ -17,6 +17,7 @@ from manylora import errors
 from manylora.registry.batches import LineResult
 from manylora.registry.db.models import BatchRow
 from manylora.registry.records import SCOPES, Identity, UsageEvent
+from manylora.server.admission.rates import admit
 from manylora.server.auth.callers import Caller
 from manylora.server.batches.input_lines import Line
 from manylora.server.errors import answer, error_body
@@ -27,9 +28,8 @@ from manylora.server.generation.response import PlannedGeneration, whole_answer
 from manylora.server.generation.routes import plan_generation
 from manylora.server.generation.schemas import CompletionBody
 from manylora.server.http.json_body import validate
-from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.limits.rates import admit
 from manylora.server.limits.reservation import LimitReservation
+from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.responses.routes import plan_response
 from manylora.server.responses.schemas import ResponsesBody
 from manylora.server.services import Services
@@ -142,7 +142,7 @@ class LineRunner:
         if services.engine.ready is None:
             raise errors.CapacityError("The engine is starting.")
         caller = await self.caller()
-        await services.arrivals.turn(caller.tenant_id or "")
+        await services.limits.arrivals.turn(caller.tenant_id or "")
         await admit(services, caller, reservation, 1, lambda _: None)
         origin = Origin(
             services=services,
@@ -173,7 +173,7 @@ class LineRunner:
             ForbiddenError: It may not generate any more.
         """
         now_s, registry, tenant_id = (
-            self.services.monotonic(),
+            self.services.clock.monotonic(),
             self.services.registry,
             self.batch.tenant_id,
         )

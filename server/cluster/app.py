@@ -21,8 +21,8 @@ from manylora.server.cluster.links import Links
 from manylora.server.cluster.metrics import GatewayMetrics
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import cluster_token
-from manylora.server.drain import Drain
-from manylora.server.listen import metrics_app
+from manylora.server.http.listen import metrics_app
+from manylora.server.process.drain import Drain
 
 
 class GatewayApps(NamedTuple):

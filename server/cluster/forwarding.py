@@ -21,8 +21,8 @@ from manylora.server.cluster.links import Links
 from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
-from manylora.server.drain import Drain, Exchange
-from manylora.server.threads import cancel_all
+from manylora.server.process.drain import Drain, Exchange
+from manylora.server.process.threads import cancel_all
 
 MAX_TRIES = 3
 """Replicas that are asked for one request."""

@@ -31,6 +31,7 @@ from manylora.errors import DrainingError, ManyloraError, NotFoundError, Replica
 from manylora.registry.limits import Limits
 from manylora.registry.records import RETRIED, AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from manylora.registry.registry import Registry
+from manylora.server.admission.rates import reservation_of
 from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.cluster.before_body import BeforeBody
 from manylora.server.cluster.forwarding import (
@@ -49,15 +50,14 @@ from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.route_fields import RouteFields, read_fields
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
-from manylora.server.drain import Drain, Exchange
 from manylora.server.errors import as_anthropic, error_body
 from manylora.server.hop import SESSION_HEADER, Counts
 from manylora.server.http import sse
 from manylora.server.http.body import Pace, held_body
 from manylora.server.http.json_body import json_bytes
 from manylora.server.http.unknown_routes import MAX_SHOWN
-from manylora.server.limits.rates import reservation_of
-from manylora.server.threads import cancel_all
+from manylora.server.process.drain import Drain, Exchange
+from manylora.server.process.threads import cancel_all
 
 log = structlog.get_logger("manylora.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

@@ -20,7 +20,7 @@ from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
 from manylora.server.http.wire import MAX_HEAD_BYTES
-from manylora.server.threads import cancel_all, repeat
+from manylora.server.process.threads import cancel_all, repeat
 
 log = structlog.get_logger("manylora.server")
 LIST_S = 1.0

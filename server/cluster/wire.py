@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from manylora.registry.keys import KeyRing
+from manylora.registry.access.keys import KeyRing
 from manylora.server.hop import Counts
 
 CLUSTER = "x-manylora-cluster"

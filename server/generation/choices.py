@@ -19,7 +19,7 @@ from manylora.errors import EngineError, EngineUnavailableError
 from manylora.server.errors import from_engine
 from manylora.server.generation.prompts import Prompt
 from manylora.server.limits.gate import Admission
-from manylora.server.threads import cancel_all
+from manylora.server.process.threads import cancel_all
 
 if TYPE_CHECKING:
     from manylora.engine.process.client import EngineClient

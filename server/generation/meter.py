@@ -26,9 +26,9 @@ from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
 from manylora.server.hop import Counts, Hop
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.long_work import BYTES_PER_CHARACTER
-from manylora.server.model_name import ResolvedModel
+from manylora.server.process.long_work import BYTES_PER_CHARACTER
 from manylora.server.services import Services
+from manylora.server.versions.names import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128
@@ -61,7 +61,7 @@ class Origin:
 
     async def work(self, function: Callable[[], ResultT], num_bytes: int) -> ResultT:
         """Run a function that reads `num_bytes` bytes of the request; see `LongWork.run`."""
-        return await self.services.long_work.run(
+        return await self.services.bodies.long_work.run(
             function, num_bytes, self.caller.tenant_id, self.caller.weight
         )
 
@@ -122,7 +122,7 @@ class Meter:
 
     def observe(self, step: ChoiceStep) -> None:
         """Note the times of a step, when it comes from the engine."""
-        now = self._services.monotonic()
+        now = self._services.clock.monotonic()
         if self._ttft_s is None:
             self._ttft_s = now - self._started_s
             self._queue_s = step.output.queue_s
@@ -158,7 +158,7 @@ class Meter:
 
     def mark(self) -> None:
         """Leave a progress mark if enough was delivered since the last one."""
-        now, tokens = self._services.monotonic(), sum(self._tokens.values())
+        now, tokens = self._services.clock.monotonic(), sum(self._tokens.values())
         marked_tokens, marked_s = self._marked
         if tokens - marked_tokens >= MARK_TOKENS or now - marked_s >= MARK_S:
             self._marked = (tokens, now)
@@ -218,7 +218,7 @@ class Meter:
         counts, adapter, version = self.counts(), self._model.adapter, self._model.version
         return UsageEvent(
             id=self.ledger_id,
-            at=self._services.now(),
+            at=self._services.clock.now(),
             tenant_id=self._origin.caller.tenant_id,
             tenant=self._origin.caller.tenant,
             key_id=self._origin.caller.identity.key_id,
@@ -235,6 +235,6 @@ class Meter:
             completion_tokens=counts.completion,
             queue_s=self._queue_s,
             ttft_s=self._ttft_s,
-            duration_s=self._services.monotonic() - self._started_s,
+            duration_s=self._services.clock.monotonic() - self._started_s,
             adapter_state=self._adapter_state,
         )

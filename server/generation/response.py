@@ -28,8 +28,8 @@ from manylora.server.http import sse
 from manylora.server.http.wire import IS_CLOSING
 
 if TYPE_CHECKING:
-    from manylora.server.drain import Drain
     from manylora.server.generation.items import ItemWriter
+    from manylora.server.process.drain import Drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from manylora.engine.request import FlowKey, GenerationRequest
 from manylora.engine.text.text_stream import NONE_SHOWN, TextStream
 from manylora.errors import InvalidRequestError, ManyloraError
+from manylora.server.admission.rates import GeneratingCaller, admit_generation, reservation_of
 from manylora.server.auth.callers import Caller
 from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
@@ -27,15 +28,14 @@ from manylora.server.generation.writer import ChunkWriter
 from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
 from manylora.server.http.bodies import Body, View
 from manylora.server.http.body import held_body
-from manylora.server.http.json_body import BodyT, json_bytes, parsed
+from manylora.server.http.json_body import BodyT, parsed
 from manylora.server.http.openapi import takes
 from manylora.server.limits.gate import Admission
-from manylora.server.limits.prediction import Ask
-from manylora.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
+from manylora.server.limits.prediction import AdmissionRequest
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.long_work import INLINE_BYTES
-from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
+from manylora.server.process.long_work import INLINE_BYTES
 from manylora.server.services import Services, services_of
+from manylora.server.versions.names import ResolvedModel
 
 if TYPE_CHECKING:
     from manylora.server.generation.items import ItemWriter
@@ -56,7 +56,7 @@ class GenerationRoute(APIRoute):
             if is_probe(request):
                 reservation_of(request).withdraw()
                 return Response(status_code=204)
-            await services.arrivals.turn(caller.tenant_id or "")
+            await services.limits.arrivals.turn(caller.tenant_id or "")
             planned = await self.endpoint(request, caller)
             held_body(request).end()
             return GenerationResponse(planned, services.drain)
@@ -152,7 +152,7 @@ async def plan_generation(
             if isinstance(body, ChatBody)
             else CompletionFormat(body, tokenizer)
         )
-        created, fingerprint = int(services.now().timestamp()), services.fingerprint
+        created, fingerprint = int(services.clock.now().timestamp()), services.fingerprint
         head: JsonObject = {
             "created": created,
             "model": model.name,
@@ -183,8 +183,8 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
     services, hop = services_of(request), hop_of(request)
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
-    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await services.long_work.run(
+    raw = await services.bodies.raw(request)
+    body = await services.bodies.long_work.run(
         partial(parsed, kind, raw), len(raw), caller.tenant_id, caller.weight
     )
     origin = Origin(
@@ -207,12 +207,16 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
     sticky = (
         origin.hop.sticky if origin.hop else body.user or origin.session or secrets.token_hex(8)
     )
-    model = await resolve_model(services, origin.caller, body.model, body.adapter_id, sticky=sticky)
+    model = await services.versions.names.resolve(
+        origin.caller.tenant_id, body.model, body.adapter_id, sticky=sticky
+    )
     if model.adapter is not None and model.version is not None:
         adapter, version = model.adapter, model.version
         services.metrics.learn_adapter(version.digest, adapter.tenant, adapter.name, version.rank)
         if version.held_by is not None:
-            origin.reservation.at_end.append(hold_weights(services, model))
+            origin.reservation.at_end.append(
+                services.versions.weights.hold(model, services.clock.now())
+            )
     return model
 
 
@@ -231,7 +235,7 @@ def _admitted(
         return
     services, caller = origin.services, origin.caller
     num_prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
-    ask = Ask(
+    asked = AdmissionRequest(
         tenant=caller.tenant_id or "",
         name=caller.tenant,
         weight=caller.weight,
@@ -243,7 +247,7 @@ def _admitted(
         key=origin.digest,
     )
     try:
-        admission = services.gate.admit(ask)
+        admission = services.limits.gate.admit(asked)
     except ManyloraError:
         origin.reservation.withdraw()
         raise
@@ -273,7 +277,7 @@ async def _reserve(
     )
     count = body.num_candidates
     least, most = prompts + count * len(plan), prompts + count * outputs
-    await services.accounts.secure(
+    await services.limits.accounts.secure(
         reservation.shares, tokens=reservation.wanted(least, most, is_open=is_open)
     )
     reservation.reserve(least, most, is_open=is_open)

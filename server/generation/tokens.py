@@ -12,17 +12,15 @@ from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from manylora.errors import InvalidRequestError
+from manylora.server.admission.rates import TokenizingCaller, reservation_of
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
 from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.body import content_length
-from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import OBJECT, sends, takes
-from manylora.server.limits.rates import TokenizingCaller, reservation_of
-from manylora.server.long_work import BYTES_PER_CHARACTER
-from manylora.server.model_name import resolve_model
+from manylora.server.process.long_work import BYTES_PER_CHARACTER
 from manylora.server.services import Services, Wired, services_of
 
 router = APIRouter(tags=["tokens"])
@@ -75,9 +73,7 @@ class DetokenizeBody(Body):
 @router.post("/tokenize", response_model=TokenizeView, openapi_extra=takes(TokenizeBody))
 async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn a prompt or a chat into token ids."""
-    body = await json_body(
-        request, TokenizeBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, TokenizeBody)
     await _check_model(services, caller, body.model)
     text = body.prompt or ""
     if body.messages is not None:
@@ -90,9 +86,7 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
 @router.post("/detokenize", response_model=DetokenizeView, openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn token ids into text."""
-    body = await json_body(
-        request, DetokenizeBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, DetokenizeBody)
     await _check_model(services, caller, body.model)
     if max(body.tokens, default=0) >= services.ready.vocab_size:
         raise InvalidRequestError(
@@ -113,7 +107,7 @@ async def unbilled(request: Request, caller: Caller, work: Callable[[], ResultT]
         BYTES_PER_CHARACTER * _num_bytes(request),
         reservation_of(request).check_minute,
     )
-    return await services_of(request).long_work.run(
+    return await services_of(request).bodies.long_work.run(
         work, num_bytes, caller.tenant_id, caller.weight, begin
     )
 
@@ -122,7 +116,7 @@ async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict
     """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
     services = services_of(request)
     num_bytes = _num_bytes(request)
-    made = await services.long_work.run(job, num_bytes, caller.tenant_id, caller.weight)
+    made = await services.bodies.long_work.run(job, num_bytes, caller.tenant_id, caller.weight)
     return await services.chats.render(made, num_bytes)
 
 
@@ -136,13 +130,13 @@ def _num_bytes(request: Request) -> int:
 )
 async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
     """Show the tokenizer's settings."""
-    return JSONResponse(services.tokenizer_settings)
+    return JSONResponse(services.tokenizer.settings)
 
 
 async def _check_model(services: Services, caller: Caller, model: str | None) -> None:
     """All adapters share the base's tokenizer; a name must still exist."""
     if model is not None:
-        await resolve_model(services, caller, model)
+        await services.versions.names.resolve(caller.tenant_id, model)
 
 
 def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:

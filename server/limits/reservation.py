@@ -8,28 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Literal, NamedTuple
 
 from manylora.errors import QuotaExceededError, RateLimitError
-from manylora.registry.limits import Limits
-from manylora.server.limits.windows import Account, Mark, Window
+from manylora.server.limits.accounts import LimitedAccount, TakenAt, Window
 
 NEAR_TOKENS = 256
 """An answer without a bound that has so few reserved tokens left will soon need more."""
 BUSY_S = 1.0
 """Retry-After in seconds where a limit becomes free only when other requests end."""
-Holder = Literal["tenant", "key"]
-
-
-class Share(NamedTuple):
-    """An account, and the limits of its holder."""
-
-    holder: Holder
-    holder_id: str
-    account: Account
-    limits: Limits
-
-
 _Refusal = tuple[str, RateLimitError]
 """Name of the limit that refuses, and the error."""
 
@@ -41,15 +27,15 @@ class LimitReservation:
     """
 
     def __init__(self) -> None:
-        self.shares: Sequence[Share] = ()
+        self.shares: Sequence[LimitedAccount] = ()
         """The accounts from which it takes."""
         self._monotonic: Callable[[], float] = lambda: 0.0
         self._on_refusal: Callable[[str], None] = lambda _: None
-        self._request_marks: tuple[Mark, ...] | None = None
+        self._request_marks: tuple[TakenAt, ...] | None = None
         """For `Window.give_back` of each share; None where the request does not count."""
         self._reserved: int | None = None
         self._is_open = False
-        self._taken: dict[tuple[Mark, ...], int] = {}
+        self._taken: dict[tuple[TakenAt, ...], int] = {}
         """Reserved tokens by their marks for `Window.give_back` of each share, oldest first."""
         self.admitted_s = 0.0
         self.at_end: list[Callable[[], None]] = []
@@ -57,7 +43,7 @@ class LimitReservation:
 
     def admit(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[LimitedAccount],
         monotonic: Callable[[], float],
         on_refusal: Callable[[str], None],
         tokens: int,
@@ -245,7 +231,9 @@ class LimitReservation:
             raise error
 
 
-def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Refusal | None]:
+def _refusals(
+    share: LimitedAccount, now_s: float, tokens: int, is_new: bool
+) -> list[_Refusal | None]:
     limits, account = share.limits, share.account
     found = list[_Refusal | None]()
     if is_new:
@@ -265,7 +253,7 @@ def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Re
 
 
 def _of_window(
-    share: Share, name: str, window: Window, amount: int, now_s: float
+    share: LimitedAccount, name: str, window: Window, amount: int, now_s: float
 ) -> _Refusal | None:
     limit: int | None = getattr(share.limits, name)
     if limit is None or window.has_room(now_s, amount, limit):
@@ -279,7 +267,7 @@ def _of_window(
     return _refusal(share, name, why, wait_s)
 
 
-def _of_month(share: Share, tokens: int, now_s: float) -> _Refusal | None:
+def _of_month(share: LimitedAccount, tokens: int, now_s: float) -> _Refusal | None:
     limit, account = share.limits.tokens_per_month, share.account
     if limit is None or account.has_month(now_s, tokens, limit):
         return None
@@ -292,7 +280,7 @@ def _of_month(share: Share, tokens: int, now_s: float) -> _Refusal | None:
     return "tokens_per_month", QuotaExceededError(message)
 
 
-def _refusal(share: Share, name: str, why: str, wait_s: float | None) -> _Refusal:
+def _refusal(share: LimitedAccount, name: str, why: str, wait_s: float | None) -> _Refusal:
     again = "" if wait_s is None else f" Try again in {math.ceil(wait_s)} s."
     message = f"The {share.holder}'s limit {name} is {getattr(share.limits, name)}. {why}{again}"
     return name, RateLimitError(message, retry_after_s=wait_s)

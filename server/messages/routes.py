@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from manylora.server.admission.rates import GeneratingCaller, TokenizingCaller, reservation_of
 from manylora.server.generation.items import named
 from manylora.server.generation.prompts import chat_job, check_text
 from manylora.server.generation.response import PlannedGeneration
 from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
 from manylora.server.generation.tokens import rendered_chat, unbilled
-from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
-from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
 from manylora.server.messages.chat import NAMES, chat_of
 from manylora.server.messages.schemas import (
     MessagesBody,
@@ -20,7 +19,6 @@ from manylora.server.messages.schemas import (
     TokenCountView,
 )
 from manylora.server.messages.writer import MessageWriter
-from manylora.server.model_name import resolve_model
 from manylora.server.services import Wired
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
@@ -42,10 +40,8 @@ async def count_tokens(
     request: Request, services: Wired, caller: TokenizingCaller
 ) -> TokenCountView:
     """Count the tokens of a conversation as the model reads it."""
-    body = await json_body(
-        request, TokenCountBody, services.config.server.max_body_bytes, services.pace
-    )
-    await resolve_model(services, caller, body.model)
+    body = await services.bodies.json(request, TokenCountBody)
+    await services.versions.names.resolve(caller.tenant_id, body.model)
 
     max_model_len = services.ready.max_model_len
     rendered = await rendered_chat(

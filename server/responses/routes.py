@@ -6,12 +6,12 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 
+from manylora.server.admission.rates import GeneratingCaller
 from manylora.server.generation.items import named
 from manylora.server.generation.meter import Origin
 from manylora.server.generation.response import PlannedGeneration
 from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
 from manylora.server.http.json_body import validate
-from manylora.server.limits.rates import GeneratingCaller
 from manylora.server.responses.chat import NAMES, ResponsesChat, chat_of
 from manylora.server.responses.schemas import ResponsesBody, ResponseView
 from manylora.server.responses.writer import ResponseWriter

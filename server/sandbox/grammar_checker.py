@@ -8,14 +8,14 @@ from pathlib import Path
 from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.request import Grammar
 from manylora.errors import CapacityError
-from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import to_its_end
 from manylora.server.sandbox.processes import (
     LimitReachedError,
     NoAnswerError,
     SandboxedProcesses,
     WallTimeError,
 )
-from manylora.server.threads import to_its_end
 
 CPU_S = 0.075
 """CPU seconds that a grammar may take. A schema of 1,000 properties takes 0.04 with 151,000 tokens, one of 200 0.01."""

@@ -73,7 +73,7 @@ async def pause(
     503. A request's own deadline counts all the same.
     """
     services.engine.pause("wait" if mode == "wait" else "keep", is_ending=mode == "abort")
-    services.gate.pause(True)
+    services.limits.gate.pause(True)
     log.warning("engine_paused", mode=mode, by=admin.key_id or admin.role)
     state: PauseMode | None = "wait"
     with services.drain.cancelling():
@@ -91,7 +91,7 @@ async def pause(
 async def resume(services: Wired, admin: Admin) -> StatusView:
     """Have the engine go on."""
     services.engine.resume()
-    services.gate.pause(False)
+    services.limits.gate.pause(False)
     log.warning("engine_resumed", by=admin.key_id or admin.role)
     return StatusView(status="resumed")
 

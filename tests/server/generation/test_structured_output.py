@@ -15,7 +15,7 @@ from grammar_checks import SharedChecker, checked_grammar
 from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.threads import acting
+from manylora.server.process.threads import acting
 from tool_models import tokenizer_with, use_tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -8,6 +8,7 @@ from typing import Literal
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.ref import ResidentAdapter as ResidentAdapter
 from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.kernels.weight_format import WeightFormat, number_format
 from manylora.memory.geometry import PageGeometry
 from manylora.memory.page_map import PageMap
@@ -109,31 +110,6 @@ class StepBatches:
     """Digests of the adapters with the most requests in these steps, at most 8, in this order."""
     steps: list[list[int]]
     """Oldest first, at most 64: a step's number, its requests of the base, of each of `adapters`, of all others."""
-
-
-@dataclass(
-    slots=True, kw_only=True
-)  # frozen ones take three times as long to make, and there may be thousands
-class TenantLoad:
-    """What one tenant has in the engine now. Units are those of `manylora.engine.fairness.tenant_service`."""
-
-    weight: float = 1.0
-    running: int = 0
-    """Requests with pages."""
-    paused: int = 0
-    """Of these, the requests that sat out the last step."""
-    waiting: int = 0
-    """Requests without pages."""
-    reasons: dict[str, int] = field(default_factory=dict)
-    """Waiting requests by reason, as in `EngineStatus.waiting_reasons`."""
-    queued: float = 0.0
-    """Units still to compute for its waiting requests, with predicted output lengths."""
-    backlog: float = 0.0
-    """The same for waiting and running requests."""
-    rate: float = 0.0
-    """Units per second computed for it lately."""
-    service: float = 0.0
-    """Units computed for it since start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ INSIDE_THE_MAP = {
         "manylora/demo",
         "manylora/cli/cluster",
         "manylora/cli/demo",
-        "manylora/cli/top",
+        "manylora/cli/ps",
         "registry/db/migrations",
         "registry/db/migrations/versions",
     ),

@@ -6,8 +6,8 @@ niceness fixes. And each of its operations keeps to one core. Knows nothing of t
 
 Niceness bounds a loader's share over a long time only: within one step a loader may run for some milliseconds, and a
 copier beside it. `LoadPace` bounds it piece by piece, on one budget, and not at all while no step runs. Both are
-needed: with either alone the slowest steps in a hundred took more than a quarter longer beside loads; `manylora bench
-stall` measures it.
+needed: with either alone the slowest steps in a hundred took more than a quarter longer beside loads, with both a
+ninth (`benchmarks/results/step-stall-cpu.json`).
 """
 
 from __future__ import annotations

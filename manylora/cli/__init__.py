@@ -22,7 +22,6 @@ COMMANDS = (
         "fit",
         "quantize",
         "ps",
-        "top",
         "tenant",
         "key",
         "usage",

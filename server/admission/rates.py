@@ -15,6 +15,7 @@ from starlette.requests import Request
 from manylora.registry.db.clock import month_of
 from manylora.registry.limits import Limits
 from manylora.server.auth.callers import Caller, CallerDependency, TenantQuery
+from manylora.server.hop import is_probe
 from manylora.server.limits.accounts import Holder, LimitedAccount
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.services import Services, services_of
@@ -25,7 +26,7 @@ def reservation_of(request: Request) -> LimitReservation:
     return cast(LimitReservation, request.state.reservation)
 
 
-async def shares_of(
+async def accounts_of(
     services: Services, caller: Caller, *, with_month: bool = False
 ) -> list[LimitedAccount]:
     """The accounts of tenant and key, with their limits.
@@ -51,16 +52,17 @@ async def shares_of(
     if identity.key_id is not None:
         held.append(("key", identity.key_id, identity.key_limits))
     while True:
-        now_s, month = services.clock.monotonic(), month_of(services.clock.now())
-        shares = [
+        now_s = services.clock.monotonic()
+        month = month_of(services.clock.now())
+        accounts = [
             LimitedAccount(holder, name, services.limits.accounts.of(name, now_s), limits)
             for holder, name, limits in held
         ]
         usage = services.registry.usage
         if not await services.limits.accounts.read_months(
-            shares, month, usage, with_month=with_month
+            accounts, month, usage, with_month=with_month
         ):
-            return shares
+            return accounts
 
 
 async def admit(
@@ -69,13 +71,15 @@ async def admit(
     reservation: LimitReservation,
     tokens: int,
     on_refusal: Callable[[str], None],
+    *,
+    is_counted: bool = True,
 ) -> None:
-    """Count one request of the caller, if there is room for it and for `tokens`; raises like `Admitted`."""
+    """Count one request of the caller as `LimitReservation.admit` does; raises like `Admitted`."""
     if tokens:  # its usage will have to be recorded
         services.registry.usage.check()
-    shares = await shares_of(services, caller)
-    await services.limits.accounts.secure(shares, requests=1, tokens=max(tokens, 1))
-    reservation.admit(shares, services.clock.monotonic, on_refusal, tokens)
+    accounts = await accounts_of(services, caller)
+    await services.limits.accounts.secure(accounts, requests=1, tokens=max(tokens, 1))
+    reservation.admit(accounts, services.clock.monotonic, on_refusal, tokens, is_counted=is_counted)
 
 
 class Admitted(CallerDependency):
@@ -96,13 +100,18 @@ class Admitted(CallerDependency):
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
-        services, caller = services_of(request), await super().__call__(request, tenant)
+        services = services_of(request)
+        caller = await super().__call__(request, tenant)
         await admit(
-            services, caller, reservation_of(request), self._tokens, services.metrics.limited
+            services,
+            caller,
+            reservation_of(request),
+            self._tokens,
+            services.metrics.limited,
+            is_counted=not is_probe(request),
         )
         return caller
 
 
 admit_generation = Admitted(tokens=1)
-GeneratingCaller = Annotated[Caller, Depends(admit_generation)]
 TokenizingCaller = Annotated[Caller, Depends(Admitted(tokens=0))]

@@ -26,7 +26,7 @@ from manylora.server.process.drain import Drain
 
 
 class GatewayApps(NamedTuple):
-    """What a gateway serves."""
+    """The applications of a gateway."""
 
     main: ASGIApp
     metrics: ASGIApp
@@ -55,7 +55,7 @@ async def open_gateway(
 
 
 class OwnRoutes:
-    """Answers what is about this gateway itself."""
+    """Routes that are about this gateway itself."""
 
     def __init__(self, gateway: Gateway, metrics: GatewayMetrics) -> None:
         self._gateway = gateway
@@ -100,11 +100,11 @@ class OwnRoutes:
         report = links.reports.get(name)
         if report is None:
             return {"state": "lost"}
-        told = {
+        seen = {
             field: getattr(report, field)
             for field in ("state", "backlog_s", "rate", "running", "waiting")
         }
         adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
-        if told["state"] == "ready" and links.router.is_ejected(name):
-            told["state"] = "ejected"
-        return {**told, "adapters": adapters, "in_flight": links.router.states[name].in_flight}
+        if seen["state"] == "ready" and links.router.is_ejected(name):
+            seen["state"] = "ejected"
+        return {**seen, "adapters": adapters, "in_flight": links.router.states[name].in_flight}

@@ -79,10 +79,8 @@ class BeforeBody:
         )
         if not order:
             return None
-        url, headers = (
-            url_of(order[0], request),
-            [*self._forwarding.headers_for_replica(request), (PROBE, "1")],
-        )
+        url = url_of(order[0], request)
+        headers = [*self._forwarding.headers_for_replica(request), (PROBE, "1")]
         try:
             with exchange.running(), self._links.using(order[0].name, exchange.lose):
                 async with self._links.session.post(

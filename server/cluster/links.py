@@ -84,6 +84,13 @@ class Links:
         """The replicas that the registry lists, and those that are connected all the same."""
         return [server for server, _ in self._followed.values()]
 
+    @property
+    def base_names(self) -> list[str]:
+        """Names of the base, the one that clients call it by first."""
+        served = [server.model for server in self.listed if server.model]
+        reported = [name for report in self.reports.values() for name in report.base_names]
+        return list(dict.fromkeys([*served, *reported]))
+
     @contextmanager
     def using(self, name: str, cut: Callable[[], None]) -> Iterator[None]:
         """Call `cut` if the replica is lost during the block."""

@@ -38,7 +38,7 @@ from manylora.server.hop import Hop
 from manylora.server.http.sse import ClosingResponse
 from manylora.server.http.wire import TRUST
 from manylora.server.process.threads import cancel_all
-from manylora.server.services import Services
+from manylora.server.services import Services, base_names
 from manylora.server.status.readiness import can_generate
 
 RESIDENTS_S = 1.0
@@ -116,6 +116,7 @@ class Reports:
             state="down" if state == "ready" and not can_generate(self._services) else state,
             backlog_s=backlog / rate if rate else 0.0,
             rate=rate,
+            base_names=base_names(self._services.config),
             running=gate.num_running,
             waiting=gate.num_waiting,
             tiers=tiers,

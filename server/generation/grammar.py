@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.grammar.problems import TOO_COMPLEX, grammar_problem, schema_problem
@@ -16,45 +16,60 @@ from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 MAX_SEARCHED = 64
 """Parts of a schema that are tried for the place of what is wrong."""
-Part = tuple[object, str]
+GrammarPart = tuple[object, str]
 """A JSON schema, or a grammar as text, and its place in the body."""
 
 
+class WantedGrammar(NamedTuple):
+    """The grammar that answers are to be held to, not yet checked."""
+
+    lark: str
+    param: str
+    """Field of the body that asks for it."""
+    parts: Sequence[GrammarPart]
+
+
 async def checked_grammar(
-    lark: str, param: str, checker: GrammarChecker, tenant: str = "", parts: Sequence[Part] = ()
+    wanted: WantedGrammar, checker: GrammarChecker, tenant: str = ""
 ) -> Grammar:
-    """What the engine is to hold an answer to.
+    """Check a grammar in a process with limits.
 
     Args:
-        lark: A whole grammar with the rule `start`.
-        param: What it was made of, for errors.
-        checker: Of the model.
-        tenant: Who sent it.
-        parts: What it was made of, one by one: an error names the one that is wrong.
+        wanted: The grammar.
+        checker: Checker for the model.
+        tenant: Id of who sent it.
 
     Raises:
-        InvalidRequestError: It is no grammar, or too large.
+        InvalidRequestError: It is no grammar, or too large; the error names the part that is wrong.
         CapacityError: It could not be checked.
     """
-    encoded = lark.encode()
-    if len(encoded) > MAX_GRAMMAR_BYTES:
-        message = f"{param} makes a grammar of {len(encoded)} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
+    lark, param, parts = wanted
+    size = len(lark.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"{param} makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
         raise InvalidRequestError(message, param=param, code="grammar_too_large")
     grammar = Grammar.of(lark)
     problem = await checker.problem(grammar, tenant)
     if problem is None:
         return grammar
-    is_schema = "%json" in lark
-    told = schema_problem(problem) if is_schema else grammar_problem(problem, has_lines=False)
-    place, reason, is_schema = await _Search(checker, tenant).cause(parts) or (
-        parts[0][1] if len(parts) == 1 else param,
-        told,
-        is_schema,
-    )
-    message = f"{place[:200]}: no answer can be held to this: {reason}."
-    raise InvalidRequestError(
-        message, param=place[:200], code="invalid_json_schema" if is_schema else "invalid_grammar"
-    )
+    cause = await _Search(checker, tenant).cause(parts)
+    if cause is None:
+        place = parts[0][1] if len(parts) == 1 else param
+        if "%json" in lark:
+            cause = _Cause(place, schema_problem(problem), is_schema=True)
+        else:
+            cause = _Cause(place, grammar_problem(problem, has_lines=False), is_schema=False)
+    message = f"{cause.place[:200]}: no answer can be held to this: {cause.reason}."
+    code = "invalid_json_schema" if cause.is_schema else "invalid_grammar"
+    raise InvalidRequestError(message, param=cause.place[:200], code=code)
+
+
+class _Cause(NamedTuple):
+    """The part of a request that is wrong."""
+
+    place: str
+    reason: str
+    is_schema: bool
 
 
 class _Search:
@@ -65,30 +80,29 @@ class _Search:
         self._tenant = tenant
         self._num_left = MAX_SEARCHED
 
-    async def cause(self, parts: Sequence[Part]) -> tuple[str, str, bool] | None:
-        """A place, what is wrong there, and whether it is a schema; None if each part alone is right."""
+    async def cause(self, parts: Sequence[GrammarPart]) -> _Cause | None:
+        """The first part that is wrong, as small as it can be told; None if each part alone is right."""
         for part, place in parts:
-            if isinstance(part, str):
-                problem = await self._problem(part)
-                if problem is not None:
-                    return (
-                        place,
-                        grammar_problem(problem, has_lines=place.endswith(".grammar")),
-                        False,
-                    )
-            elif (found := await self._alone(part, part, place)) is not None:
-                return *(await self._within(part, part, place) or (place, found)), True
+            if not isinstance(part, str):
+                reason = await self._alone(part, part, place)
+                if reason is not None:
+                    found = _Cause(place, reason, is_schema=True)
+                    return await self._within(part, part, place) or found
+            elif (problem := await self._problem(part)) is not None:
+                reason = grammar_problem(problem, has_lines=place.endswith(".grammar"))
+                return _Cause(place, reason, is_schema=False)
         return None
 
     async def _problem(self, lark: str) -> str | None:
         return await self._checker.problem(Grammar.of(lark), self._tenant)
 
-    async def _within(self, schema: object, root: object, path: str) -> tuple[str, str] | None:
+    async def _within(self, schema: object, root: object, path: str) -> _Cause | None:
         for name, part in _parts(schema):
             place = f"{path}.{name}"
-            found = await self._alone(part, root, place)
-            if found is not None:
-                return await self._within(part, root, place) or (place, found)
+            reason = await self._alone(part, root, place)
+            if reason is not None:
+                found = _Cause(place, reason, is_schema=True)
+                return await self._within(part, root, place) or found
         return None
 
     async def _alone(self, schema: object, root: object, path: str) -> str | None:
@@ -102,10 +116,10 @@ class _Search:
         except InvalidRequestError:
             return None
         problem = await self._problem(lark)
-        told = None if problem is None else schema_problem(problem)
-        if told == TOO_COMPLEX:
+        reason = None if problem is None else schema_problem(problem)
+        if reason == TOO_COMPLEX:
             self._num_left = 0  # which takes its time
-        return told
+        return reason
 
 
 def _parts(schema: object) -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,8 @@ class ModelList(View):
 async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
     """List the base and all adapters that the key may call."""
     models = [_view(services, services.served_name)]
-    tenant_id, adapters = caller.tenant_id, services.registry.adapters
+    tenant_id = caller.tenant_id
+    adapters = services.registry.adapters
     if tenant_id is None:
         return ModelList(data=models)
     after, is_last = None, False

@@ -78,8 +78,7 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
     text = body.prompt or ""
     if body.messages is not None:
         text = await rendered_chat(request, caller, partial(render_job, body, body.messages))
-    count, answer = await unbilled(request, caller, partial(_tokenized, services, body, text))
-    reservation_of(request).spend(count)
+    answer = await unbilled(request, caller, partial(_tokenized, services, body, text))
     return Response(answer, media_type="application/json")
 
 
@@ -93,23 +92,24 @@ async def detokenize(request: Request, services: Wired, caller: TokenizingCaller
             f"The ids in tokens must be at most {services.ready.vocab_size - 1}.", param="tokens"
         )
     answer = await unbilled(request, caller, partial(_detokenized, services, body))
-    reservation_of(request).spend(len(body.tokens))
     return Response(answer, media_type="application/json")
 
 
-async def unbilled(request: Request, caller: Caller, work: Callable[[], ResultT]) -> ResultT:
-    """Tokenize a body for a caller who does not generate; its tokens count in the minute when it has spent them.
+async def unbilled(
+    request: Request, caller: Caller, work: Callable[[], tuple[int, ResultT]]
+) -> ResultT:
+    """Tokenize a body for a caller who does not generate; the tokens, which `work` returns first, count in the minute.
 
     Raises:
         RateLimitError: The tokens of the minute are used up when its turn comes.
     """
-    num_bytes, begin = (
-        BYTES_PER_CHARACTER * _num_bytes(request),
-        reservation_of(request).check_minute,
-    )
-    return await services_of(request).bodies.long_work.run(
+    num_bytes = BYTES_PER_CHARACTER * _num_bytes(request)
+    begin = reservation_of(request).check_minute
+    count, result = await services_of(request).bodies.long_work.run(
         work, num_bytes, caller.tenant_id, caller.weight, begin
     )
+    reservation_of(request).spend(count)
+    return result
 
 
 async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
@@ -141,7 +141,8 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
 
 def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:
     """The number of tokens, and the answer in JSON, which takes as long to write as to tokenize."""
-    tokenizer, is_chat = services.tokenizer, body.messages is not None
+    tokenizer = services.tokenizer
+    is_chat = body.messages is not None
     check_text(text, services)
     begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     tokens = tokenizer.encode(text, add_special_tokens=begins)
@@ -155,5 +156,5 @@ def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, 
     return len(tokens), orjson.dumps(view)
 
 
-def _detokenized(services: Services, body: DetokenizeBody) -> bytes:
-    return orjson.dumps({"prompt": services.tokenizer.decode(body.tokens)})
+def _detokenized(services: Services, body: DetokenizeBody) -> tuple[int, bytes]:
+    return len(body.tokens), orjson.dumps({"prompt": services.tokenizer.decode(body.tokens)})

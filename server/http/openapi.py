@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import manylora
-from manylora.server.http.bodies import AnthropicErrorView, ErrorView, is_anthropic
 from manylora.server.http.dashboard import PUBLIC_PATHS
+from manylora.server.http.route_facts import ROUTES, error_shape
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
@@ -59,7 +59,8 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(
         title="Manylora", version=manylora.__version__, routes=app.routes, summary=app.summary
     )
-    models: list[type[BaseModel]] = [*_bodies.values(), ErrorView, AnthropicErrorView]
+    errors = dict.fromkeys(facts.errors.view for facts in ROUTES.values())
+    models: list[type[BaseModel]] = [*_bodies.values(), *errors]
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF
     )
@@ -87,7 +88,7 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 def error_answer(status: int, path: str) -> dict[str, Any]:
     """How the page describes an error of this status."""
-    view = AnthropicErrorView if is_anthropic(path) else ErrorView
+    view = error_shape(path).view
     content = {"application/json": {"schema": {"$ref": _REF.format(model=view.__name__)}}}
     return {"description": HTTPStatus(status).phrase, "content": content}
 

@@ -9,7 +9,7 @@ from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.request import Grammar
 from manylora.errors import CapacityError
 from manylora.server.process.fair_semaphore import FairSemaphore
-from manylora.server.process.threads import to_its_end
+from manylora.server.process.threads import acting, to_its_end
 from manylora.server.sandbox.processes import (
     LimitReachedError,
     NoAnswerError,
@@ -50,7 +50,7 @@ class GrammarChecker:
         """
         key = (tenant, grammar.digest)
         if key not in self._remembered:  # what is known waits for no check of others
-            async with self.places.place(tenant):
+            async with self.places.place(tenant, acting.get().weight):
                 if key not in self._remembered:
                     # A process that is not waited for would have to be ended.
                     self._remembered[key] = await to_its_end(self.check(grammar.text))

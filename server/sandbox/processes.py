@@ -107,9 +107,11 @@ class SandboxedProcesses:
         return found
 
     async def _idle_or_new(self) -> Process:
-        self._idle = [process for process in self._idle if process.returncode is None]
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            await _end(process)  # its fork may live
         env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN)}
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from manylora.errors import NotFoundError
 from manylora.registry.db.models import GrantRow
 from manylora.registry.names import MAX_INTEGER
-from manylora.server.admission.rates import shares_of
+from manylora.server.admission.rates import accounts_of
 from manylora.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
 from manylora.server.http.bodies import HeldView, NamedView
 from manylora.server.http.openapi import takes
@@ -116,11 +116,11 @@ async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
     """Show the key's tenant, its limits and how much of them is used now."""
     limits: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
     used: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
-    for share in await shares_of(services, caller, with_month=True):
-        limits[share.holder] = {
-            name: value for name, value in asdict(share.limits).items() if value is not None
+    for limited in await accounts_of(services, caller, with_month=True):
+        limits[limited.holder] = {
+            name: value for name, value in asdict(limited.limits).items() if value is not None
         }
-        used[share.holder] = share.account.used(services.clock.monotonic())
+        used[limited.holder] = limited.account.used(services.clock.monotonic())
     if caller.tenant_id is not None:
         pages = await services.versions.pins.pinned_pages(caller.tenant_id)
         used["tenant"] |= {

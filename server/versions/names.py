@@ -6,15 +6,16 @@ An adapter may stand behind a name of the base and a colon, as some clients of v
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from manylora.adapters.ref import AdapterRef
 from manylora.errors import InvalidRequestError, NotFoundError
 from manylora.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
-from manylora.registry.records import AdapterIdentity, AdapterVersion
+from manylora.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
 
 if TYPE_CHECKING:
     from manylora.registry.registry import Registry
@@ -41,6 +42,30 @@ class ResolvedModel:
         """The reference for the engine; None is the base."""
         return self.adapter.ref(self.version) if self.adapter and self.version else None
 
+    def usage_event(
+        self,
+        identity: Identity,
+        tenant_id: str | None,
+        tenant: str | None,
+        request_id: str,
+        endpoint: str,
+    ) -> Callable[..., UsageEvent]:
+        """Maker of the usage event of a request for it, of what is known at the end."""
+        adapter = self.adapter
+        version = self.version
+        return partial(
+            UsageEvent,
+            tenant_id=tenant_id,
+            tenant=tenant,
+            key_id=identity.key_id,
+            adapter_id=adapter.id if adapter else None,
+            adapter=adapter.name_for(tenant_id) if adapter else None,
+            adapter_version=version.version if version else None,
+            adapter_digest=version.digest if version else None,
+            request_id=request_id,
+            endpoint=endpoint,
+        )
+
     @property
     def headers(self) -> dict[str, str]:
         """Response headers that name the version that answered."""
@@ -58,11 +83,15 @@ class ModelNames:
     Args:
         registry: Knows the adapters.
         base_names: Names of the base, the one that clients call it by first.
+        has_hints: Look for what may have been meant by an unknown name.
     """
 
-    def __init__(self, registry: Registry, base_names: Sequence[str]) -> None:
+    def __init__(
+        self, registry: Registry, base_names: Sequence[str], *, has_hints: bool = True
+    ) -> None:
         self._registry = registry
         self._base_names = base_names
+        self._has_hints = has_hints
 
     async def resolve(
         self,
@@ -84,16 +113,16 @@ class ModelNames:
             InvalidRequestError: Neither is given, or they name different things.
             NotFoundError: Unknown or forbidden, without saying which; code model_not_found.
         """
-        if model is None and adapter_id is None:
+        find = partial(self._resolve_one, tenant_id, sticky)
+        by_model = await find(model) if model is not None else None
+        by_adapter = await find(adapter_id) if adapter_id is not None else None
+        found = by_adapter or by_model
+        if found is None:
             raise InvalidRequestError(
                 "model is required.", param="model", code="missing_required_parameter"
             )
-        by_model = await self._resolve_one(tenant_id, model, sticky) if model is not None else None
-        if adapter_id is None:
-            return by_model or ResolvedModel(name=self._base_names[0])
-        by_adapter = await self._resolve_one(tenant_id, adapter_id, sticky)
-        if by_model is None or by_model.adapter is None:
-            return by_adapter
+        if by_adapter is None or by_model is None or by_model.adapter is None:
+            return found
         if by_adapter.ref != by_model.ref:
             raise InvalidRequestError(
                 "model and adapter_id name different adapters: send one of them.",
@@ -101,8 +130,8 @@ class ModelNames:
             )
         return by_model
 
-    async def _resolve_one(self, tenant_id: str | None, text: str, sticky: str) -> ResolvedModel:
-        if text == self._base_names[0]:
+    async def _resolve_one(self, tenant_id: str | None, sticky: str, text: str) -> ResolvedModel:
+        if text in self._base_names[:1]:
             return ResolvedModel(name=text)
         # Names of adapters have no colon.
         prefixes = (f"{base}:" for base in self._base_names)
@@ -112,7 +141,7 @@ class ModelNames:
         try:
             adapter, version = await self._registry.adapters.resolve(owner_id, selector, sticky)
         except NotFoundError as error:
-            if tenant_id is None:
+            if tenant_id is None or not self._has_hints:
                 raise
             raise await self._with_hint(tenant_id, selector, error) from error
         return ResolvedModel(name=text, adapter=adapter, version=version)
@@ -137,7 +166,7 @@ class ModelNames:
             message = f"{error.message} {hint} (the name without @ means `{DEFAULT_ALIAS}`)."
             return NotFoundError(message, code=error.code, param=error.param)
         page = await adapters.list_adapters(tenant_id)
-        names = [self._base_names[0], *(adapter.name for adapter in page.items)]
+        names = [*self._base_names[:1], *(adapter.name for adapter in page.items)]
         near = difflib.get_close_matches(name, names)
         if not near:
             return error

@@ -28,10 +28,11 @@ class SharedChecker(GrammarChecker):
 
 
 def checked_grammar(
-    lark: str, param: str, folder: Path, parts: Sequence[checks.Part] = ()
+    lark: str, param: str, folder: Path, parts: Sequence[checks.GrammarPart] = ()
 ) -> Grammar:
     """`checked_grammar` of the server, for the checkpoint of a folder, by a checker that remembers nothing."""
-    return asyncio.run(checks.checked_grammar(lark, param, SharedChecker(folder), parts=parts))
+    wanted = checks.WantedGrammar(lark, param, parts)
+    return asyncio.run(checks.checked_grammar(wanted, SharedChecker(folder)))
 
 
 class _Shared:

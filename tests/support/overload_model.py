@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manylora.engine.fairness.prices import Prices
-from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import Admission, Gate
 from manylora.server.limits.prediction import AdmissionRequest

@@ -264,7 +264,7 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_wr
     stray = api.services.config.server.data_dir / "uploads" / ("upl_" + "a" * 26)
     stray.mkdir()
     (stray / WEIGHTS).write_bytes(b"x")
-    swept = {
+    first = {
         "uploads": 0,
         "answers": 0,
         "batches": 0,
@@ -273,7 +273,7 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_wr
         "temporary": 0,
         "blobs": 0,
     }
-    assert await sweeper.sweep() == {**swept, "weights": 0}
+    assert await sweeper.sweep() == {**first, "weights": 0}
     api.ahead = timedelta(hours=25)
     assert (await acme.get(f"/v1/uploads/{old}")).status_code == 404
     with api.services.uploads.in_progress.writing(old, WEIGHTS):

@@ -301,3 +301,28 @@ async def test_a_tenant_with_many_schemas_holds_others_up_by_one_check(
         may_go_on.set()
     assert len(checked) == 9
     assert checked.index(quiet_id) <= 1
+
+
+async def test_a_grammar_that_was_found_sound_waits_for_no_check_of_others(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme = await api.tenant("acme")
+    assert (await complete(acme, structured_outputs={"regex": "a"})).status_code == 200
+    checked: list[str] = []
+    may_go_on = anyio.Event()
+
+    async def slow(self: SharedChecker, text: str) -> None:
+        checked.append(text)
+        await may_go_on.wait()
+
+    monkeypatch.setattr(SharedChecker, "check", slow)
+    others = [await api.tenant(f"tenant-{number}") for number in range(6)]
+    async with anyio.create_task_group() as group:
+        for each in others:
+            group.start_soon(partial(complete, each, structured_outputs={"regex": "slow"}))
+        await eventually(lambda: len(checked) == 1)
+        with anyio.fail_after(60):
+            answer = await complete(acme, structured_outputs={"regex": "a"})
+        assert (answer.status_code, len(checked)) == (200, 1)
+        may_go_on.set()
+    assert len(checked) == len(others)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import BOOKED_SHARE, Admission, Gate
 from manylora.server.limits.prediction import (

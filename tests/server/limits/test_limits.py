@@ -22,7 +22,7 @@ from api_server import api as open_api
 from manylora.engine.request import RequestError
 from manylora.errors import CapacityError
 from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS
-from manylora.server.generation import routes as routes_generation
+from manylora.server.generation import run as generation_run
 from manylora.server.limits.accounts import Accounts
 from manylora.server.services import Clock
 
@@ -219,7 +219,7 @@ async def test_a_chat_without_a_bound_ends_where_the_limit_does(
     )
     body = {**CHAT, "ignore_eos": True, "stream": stream, "n": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        patch.setattr(generation_run, "OPEN_TOKENS", 10)
         running = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await eventually(lambda: account.reserved > 140)
         refused = await complete(client, max_tokens=16)
@@ -244,7 +244,7 @@ async def test_a_chat_without_a_bound_ends_where_the_limit_does(
 async def test_a_chat_without_a_bound_is_free_to_grow_where_nothing_limits(api: Api) -> None:
     client = await limited(api)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        patch.setattr(generation_run, "OPEN_TOKENS", 10)
         answer = await client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
     assert answer.json()["usage"]["total_tokens"] == api.services.ready.max_model_len
     assert (await used(client))["tokens_per_minute"] == api.services.ready.max_model_len

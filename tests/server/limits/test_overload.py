@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from api_server import BASE, Api, eventually
+from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.engine.request import RequestError
-from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.engine.status import EngineLoad
 
 pytestmark = pytest.mark.anyio
 

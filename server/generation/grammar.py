@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.grammar.problems import TOO_COMPLEX, grammar_problem, schema_problem
@@ -12,7 +12,9 @@ from manylora.engine.grammar.schema_reader import parts_of
 from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.sandbox.grammar_checker import GrammarChecker
+
+if TYPE_CHECKING:
+    from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 MAX_SEARCHED = 64
 """Parts of a schema that are tried for the place of what is wrong."""

@@ -58,6 +58,7 @@ from manylora.server.process.logs import configure_logs
 from manylora.server.process.long_work import keep_interpreter_moving
 from manylora.server.process.threads import cancel_all
 from manylora.server.sandbox.chat_renderer import ChatRenderer
+from manylora.server.sandbox.grammar_checker import GrammarChecker
 from manylora.server.services import CallerLimits, Services, Versions, base_names
 from manylora.server.status.routes import metrics_response
 from manylora.server.telemetry.metrics import Metrics
@@ -187,6 +188,8 @@ async def open_services(
     format_of(tokenizer, config.model.tool_format)
     chats = ChatRenderer(tokenizer)
     stack.push_async_callback(chats.close)
+    grammars = GrammarChecker(tokenizer.folder)
+    stack.push_async_callback(grammars.close)
     if (fault := await chats.try_template()) is not None:
         announce(f"manylora: chats are refused: {fault}")
     name = await asyncio.to_thread(server_name, config.server.data_dir)
@@ -210,6 +213,7 @@ async def open_services(
         ready=ready,
         tokenizer=tokenizer,
         chats=chats,
+        grammars=grammars,
         versions=versions,
         uploads=uploads,
         limits=CallerLimits(gate=gate_of(config, engine, metrics), accounts=accounts),

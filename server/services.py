@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from manylora.server.limits.gate import Gate
     from manylora.server.process.drain import Drain
     from manylora.server.sandbox.chat_renderer import ChatRenderer
+    from manylora.server.sandbox.grammar_checker import GrammarChecker
     from manylora.server.telemetry.metrics import Metrics
     from manylora.server.uploads.uploads import Uploads
     from manylora.server.versions.garbage import BlobGarbage
@@ -89,6 +90,8 @@ class Services:
     tokenizer: Tokenizer
     chats: ChatRenderer
     """Renders chats for the tokenizer."""
+    grammars: GrammarChecker
+    """Checks grammars for the tokenizer."""
     versions: Versions
     uploads: Uploads
     limits: CallerLimits

@@ -18,7 +18,6 @@ INSIDE_THE_MAP = {
     *(
         "manylora/demo",
         "manylora/cli/cluster",
-        "server/cluster/launch",
         "manylora/cli/demo",
         "manylora/cli/ps",
         "registry/db/migrations",

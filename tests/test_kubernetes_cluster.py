@@ -16,7 +16,7 @@ import yaml
 
 from gateway_schemas import RAY_SERVICE
 from manylora.config import GatewayConfig
-from manylora.server.cluster.launch.up import SECRETS
+from manylora.launch.up import SECRETS
 from manylora.server.cluster.membership import NOTICE_S
 from manylora.server.http.listen import STOP_S
 from manylora.server.process.drain import SETTLE_S
@@ -277,7 +277,7 @@ def test_ray_keeps_the_replicas_and_no_proxy_of_its_own() -> None:
 def test_ray_understands_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from manylora.server.cluster.launch.ray_serve import app
+    from manylora.launch.ray_serve import app
 
     serve = yaml.safe_load(render("kuberay")["RayService", "manylora"]["spec"]["serveConfigV2"])
     ServeDeploySchema.model_validate(serve)

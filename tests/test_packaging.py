@@ -52,7 +52,7 @@ OTHERS = {
     ("scripts/setup", ".venv/bin/python"),
     ("scripts/setup", "$what"),
     ("scripts/wheel", "$wheel"),
-    ("server/cluster/launch/up.py", "manylora[{extra}]"),  # tests/server/cluster/test_launch.py
+    ("manylora/launch/up.py", "manylora[{extra}]"),  # tests/launch/test_up.py
 }
 """Other things that a file may install."""
 
@@ -228,7 +228,7 @@ def test_no_source_deserialises_or_executes_what_it_reads() -> None:
     assert len(files) > 150
     own_modules = [
         "benchmarks/http/stepped_server.py: runpy",
-        "manylora/cli/cluster/child.py: runpy",
+        "manylora/launch/child.py: runpy",
     ]
     assert found == own_modules, "those that the command line names"
 

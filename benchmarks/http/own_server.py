@@ -20,7 +20,8 @@ from manylora.benchmarks.report import AddOption, add_settings_option
 from manylora.client import Client
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
-from manylora.server.server_process import PROGRAM, server_process
+from manylora.launch.server_process import PROGRAM, running_server
+from manylora.server.auth.admin_key import admin_key
 
 BASE_NAME = "base"
 TENANT = "benchmark"
@@ -154,12 +155,11 @@ def plain_server(
     options = ["--model", str(model), "--served-model-name", BASE_NAME, *own]
     with (
         tempfile.TemporaryDirectory(prefix="manylora-") as own_folder,
-        server_process(
-            0, folder or Path(own_folder), options, plain, program
-        ) as server,  # any port: several may run
+        running_server(folder or Path(own_folder), options, plain, program=program) as server,
     ):
-        server.wait_ready(READY_WITHIN_S)
-        with Client(server.url, server.admin_key()) as admin:
+        url = server.wait_ready(READY_WITHIN_S)
+        key = admin_key(folder or Path(own_folder), plain).secret
+        with Client(url, key) as admin:
             yield OwnServer(admin, admin.engine()["ready"], server.pid)
 
 

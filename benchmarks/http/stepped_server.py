@@ -14,8 +14,8 @@ from manylora.engine.process.client import REQUESTS_A_ROUND, EngineClient
 from manylora.engine.process.inbox import Inbox
 from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.engine.status import EngineReady
+from manylora.launch.server_process import PROGRAM
 from manylora.server import serve
-from manylora.server.server_process import PROGRAM
 
 STEP_S = 0.01
 TOKEN = 300

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manylora.engine.grammar.json_schema import json_grammar
@@ -13,11 +12,9 @@ from manylora.engine.grammar.schema_reader import parts_of
 from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 
 if TYPE_CHECKING:
-    from manylora.server.auth.callers import Caller
-    from manylora.server.services import Services
+    from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 MAX_SEARCHED = 64
 """Parts of a schema that are tried for the place of what is wrong."""
@@ -34,41 +31,30 @@ class WantedGrammar(NamedTuple):
     parts: Sequence[GrammarPart]
 
 
-async def checked_in_turn(wanted: WantedGrammar, services: Services, caller: Caller) -> Grammar:
-    """Check a grammar in its tenant's turn, or at once if it was found sound before; raises like `checked_grammar`."""
-    tenant = caller.tenant_id or ""
-    folder = services.tokenizer.folder
-    check = partial(checked_grammar, wanted.lark, wanted.param, folder, tenant, wanted.parts)
-    if grammar_checker().is_sound(Grammar.of(wanted.lark).digest, folder, tenant):
-        return check()
-    return await services.bodies.long_work.wait(check, tenant, caller.weight)
-
-
-def checked_grammar(
-    lark: str, param: str, folder: Path, tenant: str = "", parts: Sequence[GrammarPart] = ()
+async def checked_grammar(
+    wanted: WantedGrammar, checker: GrammarChecker, tenant: str = ""
 ) -> Grammar:
-    """Check a grammar in a child process.
+    """Check a grammar in a process with limits.
 
     Args:
-        lark: A whole grammar with the rule `start`.
-        param: Field of the body that asks for it.
-        folder: Folder of the checkpoint.
+        wanted: The grammar.
+        checker: Checker for the model.
         tenant: Id of who sent it.
-        parts: The parts that it was made of: an error names the one that is wrong.
 
     Raises:
-        InvalidRequestError: It is no grammar, or too large.
+        InvalidRequestError: It is no grammar, or too large; the error names the part that is wrong.
         CapacityError: It could not be checked.
     """
+    lark, param, parts = wanted
     size = len(lark.encode())
     if size > MAX_GRAMMAR_BYTES:
         message = f"{param} makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
         raise InvalidRequestError(message, param=param, code="grammar_too_large")
-    search = _Search(grammar_checker(), folder, tenant)
-    problem = search.problem(lark)
+    grammar = Grammar.of(lark)
+    problem = await checker.problem(grammar, tenant)
     if problem is None:
-        return Grammar.of(lark)
-    cause = search.cause(parts)
+        return grammar
+    cause = await _Search(checker, tenant).cause(parts)
     if cause is None:
         place = parts[0][1] if len(parts) == 1 else param
         if "%json" in lark:
@@ -91,48 +77,47 @@ class _Cause(NamedTuple):
 class _Search:
     """Looks for the least part of a request that has the problem of the whole."""
 
-    def __init__(self, checker: GrammarChecker, folder: Path, tenant: str) -> None:
+    def __init__(self, checker: GrammarChecker, tenant: str) -> None:
         self._checker = checker
-        self._folder = folder
         self._tenant = tenant
         self._num_left = MAX_SEARCHED
 
-    def problem(self, lark: str) -> str | None:
-        """The fault that llguidance finds in a whole grammar; None if it is sound."""
-        return self._checker.problem(lark, Grammar.of(lark).digest, self._folder, self._tenant)
-
-    def cause(self, parts: Sequence[GrammarPart]) -> _Cause | None:
+    async def cause(self, parts: Sequence[GrammarPart]) -> _Cause | None:
         """The first part that is wrong, as small as it can be told; None if each part alone is right."""
         for part, place in parts:
             if not isinstance(part, str):
-                reason = self._alone(part, part, place)
+                reason = await self._alone(part, part, place)
                 if reason is not None:
                     found = _Cause(place, reason, is_schema=True)
-                    return self._within(part, part, place) or found
-            elif (problem := self.problem(part)) is not None:
+                    return await self._within(part, part, place) or found
+            elif (problem := await self._problem(part)) is not None:
                 reason = grammar_problem(problem, has_lines=place.endswith(".grammar"))
                 return _Cause(place, reason, is_schema=False)
         return None
 
-    def _within(self, schema: object, root: object, path: str) -> _Cause | None:
+    async def _problem(self, lark: str) -> str | None:
+        return await self._checker.problem(Grammar.of(lark), self._tenant)
+
+    async def _within(self, schema: object, root: object, path: str) -> _Cause | None:
         for name, part in _parts(schema):
             place = f"{path}.{name}"
-            reason = self._alone(part, root, place)
+            reason = await self._alone(part, root, place)
             if reason is not None:
                 found = _Cause(place, reason, is_schema=True)
-                return self._within(part, root, place) or found
+                return await self._within(part, root, place) or found
         return None
 
-    def _alone(self, schema: object, root: object, path: str) -> str | None:
+    async def _alone(self, schema: object, root: object, path: str) -> str | None:
         """The fault of a part of a schema; None also if the part cannot be judged without the whole."""
         self._num_left -= 1
         if self._num_left < 0 or not isinstance(schema, dict) or not isinstance(root, dict):
             return None
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         try:
-            problem = self.problem(json_grammar({**schema, **shared}, path))
+            lark = await asyncio.to_thread(json_grammar, {**schema, **shared}, path)
         except InvalidRequestError:
             return None
+        problem = await self._problem(lark)
         reason = None if problem is None else schema_problem(problem)
         if reason == TOO_COMPLEX:
             self._num_left = 0  # which takes its time

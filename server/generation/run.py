@@ -17,7 +17,7 @@ from manylora.errors import CapacityError, RequestError
 from manylora.server.auth.callers import Caller
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Generation, choices_of
-from manylora.server.generation.grammar import checked_in_turn
+from manylora.server.generation.grammar import checked_grammar
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.openai_format import AnswerShape, JsonObject, shape_of
 from manylora.server.generation.prompts import Prompts, chat_job, prompts_and_params
@@ -141,14 +141,14 @@ class GenerationRun:
             num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
         if isinstance(body, ChatBody):
             job = await self.work(partial(chat_job, body, services), num_characters)
-            rendered = await services.chats.render(job)
+            rendered = await services.chats.render(job, num_characters)
         prompts, wanted = await self.work(
             partial(prompts_and_params, body, services, rendered),
             BYTES_PER_CHARACTER * num_characters,
         )
         if wanted is None:
             return prompts
-        grammar = await checked_in_turn(wanted, services, self.caller)
+        grammar = await checked_grammar(wanted, services.grammars, self.caller.tenant_id or "")
         return [(replace(prompt, grammar=grammar), params) for prompt, params in prompts]
 
     async def _reserve(self, prompts: Prompts) -> None:

@@ -115,10 +115,9 @@ async def unbilled(
 async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
     """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
     services = services_of(request)
-    made = await services.bodies.long_work.run(
-        job, _num_bytes(request), caller.tenant_id, caller.weight
-    )
-    return await services.chats.render(made)
+    num_bytes = _num_bytes(request)
+    made = await services.bodies.long_work.run(job, num_bytes, caller.tenant_id, caller.weight)
+    return await services.chats.render(made, num_bytes)
 
 
 def _num_bytes(request: Request) -> int:

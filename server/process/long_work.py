@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from manylora.config import usable_cores
 from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import to_its_end
 
 INLINE_BYTES = 16 * 1024
 """Up to this size, work is done on the event loop: a thread would cost more."""
@@ -25,8 +26,6 @@ MEDIUM_BYTES = 256 * 1024
 """Above this size, work is long."""
 BYTES_PER_CHARACTER = 4
 """Tokenizing a character takes as long as parsing this many bytes."""
-MAX_WAITING = 4
-"""Tenants whose work waits for a child process at the same time, each with one function."""
 TRIM_S = 2.0
 """After long work, and this time without more, freed memory goes back to the system."""
 SWITCH_S = 0.001
@@ -43,11 +42,8 @@ class LongWork:
 
     def __init__(self, num_cores: int | None = None) -> None:
         cores = num_cores or usable_cores()
-        medium = max(2, cores // 4)
-        long = max(1, cores // 8)
-        self._medium = _Lane(medium, "medium-work", spare=medium)
-        self._long = _Lane(long, "long-work", spare=long)
-        self._waiting = _Lane(1, "waiting-work", spare=MAX_WAITING - 1)
+        self._medium = _Lane(max(2, cores // 4), "medium-work")
+        self._long = _Lane(max(1, cores // 8), "long-work")
         self._trimming: asyncio.TimerHandle | None = None
 
     async def run(
@@ -74,23 +70,20 @@ class LongWork:
         async with lane.places.place(tenant or "", weight):
             begin()
             try:
-                return await _run_to_its_end(lane.threads, function)
+                return await to_its_end(
+                    asyncio.get_running_loop().run_in_executor(
+                        lane.threads, copy_context().run, function
+                    )
+                )
             finally:
                 if lane is self._long:
                     self._trim_later()
-
-    async def wait(
-        self, function: Callable[[], ResultT], tenant: str | None, weight: float = 1.0
-    ) -> ResultT:
-        """Return what a function returns that waits for a child process; it has always ended when this ends."""
-        async with self._waiting.places.place(tenant or "", weight):
-            return await _run_to_its_end(self._waiting.threads, function)
 
     def close(self) -> None:
         """Start no more threads; those that run end with their work."""
         if self._trimming is not None:
             self._trimming.cancel()
-        for lane in (self._medium, self._long, self._waiting):
+        for lane in (self._medium, self._long):
             lane.threads.shutdown(wait=False)
 
     def _trim_later(self) -> None:
@@ -103,20 +96,11 @@ class LongWork:
 
 
 class _Lane:
-    """Threads for work of about one length; the spare ones run while one tenant has more than its share."""
+    """Threads for work of about one length; twice as many while one tenant has more than its share."""
 
-    def __init__(self, places: int, name: str, spare: int) -> None:
-        self.threads = ThreadPoolExecutor(places + spare, name)
-        self.places = FairSemaphore(places, spare=spare)
-
-
-async def _run_to_its_end(threads: ThreadPoolExecutor, function: Callable[[], ResultT]) -> ResultT:
-    running = asyncio.get_running_loop().run_in_executor(threads, copy_context().run, function)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    def __init__(self, places: int, name: str) -> None:
+        self.threads = ThreadPoolExecutor(2 * places, name)
+        self.places = FairSemaphore(places, spare=places)
 
 
 def keep_interpreter_moving() -> None:

@@ -30,11 +30,18 @@ async def in_thread(
     **options: ArgumentsT.kwargs,
 ) -> ResultT:
     """Like `asyncio.to_thread`, but the function has always returned when this ends, also by cancellation."""
-    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **options))
+    return await to_its_end(asyncio.to_thread(function, *arguments, **options))
+
+
+async def to_its_end(work: Awaitable[ResultT]) -> ResultT:
+    """The result of work that has always ended when this ends, also by cancellation."""
+    running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # nobody takes it any more
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +10,7 @@ from manylora.engine.text.chat_template import UNUSABLE, unusable
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.server.process.fair_semaphore import FairSemaphore
-from manylora.server.process.threads import acting
+from manylora.server.process.threads import acting, to_its_end
 from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, SandboxedProcesses
 
 CHILDREN = 2
@@ -34,9 +33,10 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Tokenizer, cpu_s: float = CPU_S) -> None:
         self._tokenizer = tokenizer
-        self.setup = {"template": asdict(tokenizer.chat_template), "cpu_s": cpu_s}
-        """The first message to each process."""
-        self._processes = SandboxedProcesses("manylora.server.sandbox.chat_worker", self.setup)
+        self._cpu_s = cpu_s
+        self.template = asdict(tokenizer.chat_template)
+        """The template as the processes get it."""
+        self._processes = SandboxedProcesses("manylora.server.sandbox.chat_worker", self.template)
         self._places = FairSemaphore(CHILDREN, spare=CHILDREN)
         self._fault: str | None = None
 
@@ -49,11 +49,12 @@ class ChatRenderer:
                 self._fault = error.message if error.code == UNUSABLE else None
         return self._fault
 
-    async def render(self, chat: Mapping[str, Any]) -> str:
+    async def render(self, chat: Mapping[str, Any], num_bytes: int = 0) -> str:
         """A chat as the model reads it. Tenants have places in turns, so that slow chats of one delay no others.
 
         Args:
             chat: The arguments of `ChatTemplate.render`, of JSON types.
+            num_bytes: About its length.
 
         Raises:
             InvalidRequestError: The template refuses it, or takes too much time or memory.
@@ -63,21 +64,19 @@ class ChatRenderer:
         if self._fault is not None:
             raise InvalidRequestError(self._fault, code=UNUSABLE, param="messages")
         async with self._places.place(*acting.get()):
-            asking = asyncio.ensure_future(self.answer(dict(chat)))
-            try:
-                found = await asyncio.shield(asking)
-            except asyncio.CancelledError:
-                # A process that is not waited for would have to be ended.
-                await asyncio.gather(asking, return_exceptions=True)
-                raise
+            # A process that is not waited for would have to be ended.
+            found = await to_its_end(self.answer(dict(chat), num_bytes))
         if "text" not in found:
             raise InvalidRequestError(found["refused"], code=found["code"], param="messages")
         return str(found["text"])
 
-    async def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, job: dict[str, Any], num_bytes: int) -> dict[str, Any]:
         """The answer of `chat_worker`."""
         try:
-            return dict(await self._processes.ask(job, WALL_S))
+            found = await self._processes.ask(
+                job, cpu_s=self._cpu_s, wall_s=WALL_S, num_bytes=num_bytes
+            )
+            return dict(found)
         except LimitReachedError as error:
             raise unusable(f"{_IS_SLOW} for these messages") from error
         except NoAnswerError as error:

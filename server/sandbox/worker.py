@@ -1,8 +1,8 @@
-"""The loops of a process that answers jobs under limits. It ends when its standard input does.
+"""The loop of a process that answers jobs under limits. It ends when its standard input does.
 
-The first line of standard input sets the process up, and each further line holds a job: `[number, job]` in JSON. A line
-of standard output answers it: `[number, answer]`, or `[null, signal]` where the system ended what worked on it. This
-process only forks: what may do harm is read by its forks.
+The first line of standard input sets the program up. Each further line is a job in JSON: `[number, cpu_s, job]`, with
+the CPU seconds that it may take. A line of standard output answers it: `[number, answer]`, or `[null, signal]` where
+the system ended what worked on it. This process only forks: what may do harm is read by its forks.
 """
 
 from __future__ import annotations
@@ -10,102 +10,77 @@ from __future__ import annotations
 import gc
 import io
 import json
-import math
 import os
 import resource
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+Answer = Callable[[Any], object]
+"""Makes the answer to a job, both of JSON types."""
+_DONE = 0
+_FAILED = 1
 _NO_MORE_JOBS = 3
-"""Status of a fork that keeps answering when it ends by itself."""
+_NOT_READY = 4
+"""Exit status of a fork that could not set its limits, and read no job."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one job."""
-
-    cpu_s: float
-    memory_bytes: int
-    """Address space beyond what a fork begins with."""
+def read_setup() -> Any:  # noqa: ANN401 - JSON
+    """Read the first line of standard input."""
+    # Without a buffer, which could hold the first job for all forks.
+    return json.loads(io.FileIO(0, closefd=False).readline())
 
 
-def answer_each(answer: Callable[[Any], object], limits: Callable[[Any], Limits]) -> None:
-    """Answer each job in a fork of its own, which knows nothing of other jobs and cannot reach standard output."""
-    gc.freeze()
-    sys.stdin.buffer.readline()
-    while line := sys.stdin.buffer.readline():
-        number, job = json.loads(line)
-        reader, writer = os.pipe()
-        if not (child := os.fork()):
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(writer, 1)
-            os.closerange(2, writer + 1)
-            _answer_once(answer, job, limits(job))
-        os.close(writer)
-        with open(reader, "rb") as pipe:
-            found = pipe.read()
-        status = os.waitpid(child, 0)[1]
-        is_answer = status == 0 and b"\n" not in found
-        _write(b"[%d,%b]\n" % (number, found) if is_answer else _ended_by(status))
-
-
-def keep_answering(
-    make: Callable[[Any], Callable[[Any], object]], limits: Callable[[Any], Limits]
+def answer_jobs(
+    make_answer: Callable[[], Answer], memory_bytes: int, *, one_per_fork: bool = False
 ) -> None:
     """Answer all jobs in one fork, which takes no time for forking. The next one follows where a job passed a limit.
 
     Args:
-        make: Makes what answers jobs of what the first line says. It runs in the fork, under the limits of a first job.
-        limits: Limits of each job, by the first line too.
+        make_answer: Runs in the fork, under the limits of its first job.
+        memory_bytes: Address space that a fork may take beyond what it begins with.
+        one_per_fork: Answer each job in a fork of its own, which knows nothing of other jobs.
+
+    Raises:
+        SystemExit: A fork cannot set its limits, so that no job would be answered.
     """
     gc.freeze()
-    # Without a buffer, which could hold the first job for all forks.
-    setup = json.loads(io.FileIO(0, closefd=False).readline() or b"null")
     while True:
         if not (child := os.fork()):
-            _answer_all(make, setup, limits(setup))
-        status = os.waitpid(child, 0)[1]
-        if os.waitstatus_to_exitcode(status) == _NO_MORE_JOBS:
+            _answer_in_fork(make_answer, memory_bytes, one_per_fork=one_per_fork)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == _NO_MORE_JOBS:
             return
-        _write(b"\n" + _ended_by(status))  # a part of an answer may stand before it
+        if status == _NOT_READY:
+            sys.exit(f"The limit of {memory_bytes} more bytes of memory cannot be set here.")
+        if status != _DONE:
+            _write(b"\n[null,%d]" % max(-status, 0))  # a part of an answer may stand before it
 
 
-def _answer_once(answer: Callable[[Any], object], job: object, limits: Limits) -> NoReturn:
-    status = 1
-    try:
-        cpu_s = math.ceil(limits.cpu_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-        _limit_files_and_memory(limits.memory_bytes)
-        with open(1, "w") as output:
-            output.write(json.dumps(answer(job)))
-        status = 0
-    except MemoryError:
-        os.abort()
-    finally:
-        os._exit(status)
-
-
-def _answer_all(
-    make: Callable[[Any], Callable[[Any], object]], setup: object, limits: Limits
+def _answer_in_fork(
+    make_answer: Callable[[], Answer], memory_bytes: int, *, one_per_fork: bool
 ) -> NoReturn:
-    answer: Callable[[Any], object] | None = None
-    status = 1
+    status = _NOT_READY
     try:
-        _limit_files_and_memory(limits.memory_bytes)
-        for line in open(0, "rb", closefd=False):  # noqa: SIM115
-            number, job = json.loads(line)
-            signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # its signal ends the fork
-            answer = answer or make(setup)
-            found = json.dumps([number, answer(job)]).encode()
+        _limit_files_and_memory(memory_bytes)
+        status = _FAILED
+        answer: Answer | None = None
+        jobs = open(0, "rb", closefd=False)  # noqa: SIM115 - standard input
+        while line := jobs.readline():
+            number, cpu_s, job = json.loads(line)
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the fork
+            answer = answer or make_answer()
+            found = json.dumps([number, answer(job)], ensure_ascii=False)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _write(found + b"\n")
-        status = _NO_MORE_JOBS
+            _write(found.encode("utf-8", "surrogatepass"))
+            if one_per_fork:
+                break
+        status = _DONE if line else _NO_MORE_JOBS
     except MemoryError:
-        os.abort()
+        if status == _FAILED:
+            os.abort()
     finally:
         os._exit(status)
 
@@ -119,11 +94,6 @@ def _limit_files_and_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _ended_by(status: int) -> bytes:
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    return b"[null,%d]\n" % number
-
-
 def _write(line: bytes) -> None:
-    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()

@@ -34,7 +34,7 @@ from manylora.server.sandbox.processes import (
 CHILDREN = 2
 """Uploads that are validated at once; twice as many while one tenant has more than its share."""
 CPU_S = 30
-"""CPU seconds of a validation, and as many more per GiB of weights."""
+"""CPU seconds of a validation: this number, and again for each GiB of weights."""
 WALL_FACTOR = 4
 """Seconds that a validation may take for each of its CPU seconds."""
 PAGES_CACHED = 4096
@@ -55,9 +55,16 @@ class AdapterValidator:
         self, ready: EngineReady, blobs: BlobStore, base_names: Sequence[str] = ()
     ) -> None:
         self._ready = ready
-        self._base_names = base_names
         self._blobs = blobs
-        self._processes = SandboxedProcesses("manylora.server.uploads.validation_worker")
+        self.setup = {
+            "base": dataclasses.asdict(ready.base),
+            "base_names": base_names,
+            "max_rank": ready.max_rank,
+        }
+        """The first message to each process."""
+        self._processes = SandboxedProcesses(
+            "manylora.server.uploads.validation_worker", self.setup
+        )
         self.places = FairSemaphore(CHILDREN, spare=CHILDREN)
         """Places of uploads that are being validated."""
         self._pages: dict[str, int] = {}
@@ -71,16 +78,10 @@ class AdapterValidator:
         Raises:
             AdapterError, PayloadTooLargeError: It cannot be served, and why.
         """
-        job = {
-            "config": base64.b64encode(config).decode(),
-            "weights": str(weights),
-            "base": dataclasses.asdict(self._ready.base),
-            "base_names": self._base_names,
-            "max_rank": self._ready.max_rank,
-            "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
-        }
+        job = {"config": base64.b64encode(config).decode(), "weights": str(weights)}
+        cpu_s = CPU_S * (1 + (size_bytes >> 30))
         async with self.places.place(*acting.get()):
-            found = await self.in_child(job)
+            found = await self.in_child(job, cpu_s)
         if "too_large" in found:
             raise errors.PayloadTooLargeError(**found["too_large"])
         if "findings" in found:
@@ -104,15 +105,18 @@ class AdapterValidator:
         """End the processes that are kept."""
         await self._processes.close()
 
-    async def in_child(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer to a job, in a process of its own.
+    async def in_child(self, job: dict[str, str], cpu_s: float) -> dict[str, Any]:
+        """The answer of `validation_worker` to a job that may take `cpu_s` CPU seconds.
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
             CapacityError: Two processes were ended or stopped meanwhile, which is not the job's doing.
         """
         try:
-            return dict(await self._processes.ask(job, WALL_FACTOR * job["cpu_s"]))
+            found = await self._processes.ask(
+                job, cpu_s=cpu_s, wall_s=WALL_FACTOR * cpu_s, num_bytes=len(job["config"])
+            )
+            return dict(found)
         except ProcessLostError as error:
             message = "Adapters cannot be checked just now. Try again in a moment."
             raise errors.CapacityError(message, retry_after_s=5.0) from error

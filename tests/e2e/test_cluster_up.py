@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster_up import ClusterUp, cluster_up, command, servers_in
+from cluster_up import ClusterUp, arguments, cluster_up, servers_in
 from idleness import wait_until
+from manylora_server import MANYLORA
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_its_servers_end_when_it_is_killed(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_while_it_starts(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as sink:
-        words = [*command(tmp_path / "d"), "--replicas", "1"]
+        words = [*MANYLORA, *arguments(tmp_path / "d"), "--replicas", "1"]
         process = subprocess.Popen(words, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
         wait_until(lambda: len(servers_in(tmp_path / "d")) == 2)
         wait_until(lambda: "loading model" in (tmp_path / "log").read_text())
@@ -152,10 +153,10 @@ def test_a_server_that_does_not_start_ends_all(tmp_path: Path) -> None:
     assert servers_in(tmp_path / "d") == []
 
 
-def failed(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+def failed(tmp_path: Path, *more: str) -> tuple[int, str]:
     """Status and output of a command that does not start."""
     done = subprocess.run(
-        [*command(tmp_path / "d"), "--replicas", "1", *arguments],
+        [*MANYLORA, *arguments(tmp_path / "d"), "--replicas", "1", *more],
         capture_output=True,
         text=True,
         check=False,

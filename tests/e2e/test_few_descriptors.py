@@ -9,17 +9,16 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from manylora_server import DEMO_ADAPTERS, MANYLORA, engines, manylora_server
+from limited_server import HARD
+from manylora_server import DEMO_ADAPTERS, engines, manylora_server
 
-SOFT, HARD = 128, 192
 STRANGERS = 250
 
 
 def test_idle_connections_keep_no_tenant_out_where_few_files_may_be_open(tmp_path: Path) -> None:
-    limited = ("sh", "-c", f'ulimit -Sn {SOFT} && ulimit -Hn {HARD} && exec "$0" "$@"', *MANYLORA)
     settings: dict[str, object] = {"memory.gib": 0.1, "memory.host_gib": 0.05}
     with (
-        manylora_server(tmp_path, program=limited, settings=settings) as server,
+        manylora_server(tmp_path, program="limited_server", settings=settings) as server,
         ExitStack() as stack,
     ):
         for pid in (server.process.pid, engines(server)[0].pid):

@@ -91,8 +91,8 @@ def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(
 def test_a_replica_reports_its_load_and_is_drained_before_its_actor_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from manylora.server.cluster.launch.ray_serve import ManyloraReplica
-    from manylora.server.cluster.launch.scaling import BUSY, WAIT
+    from manylora.launch.ray_serve import ManyloraReplica
+    from manylora.launch.scaling import BUSY, WAIT
 
     monkeypatch.setenv("MANYLORA_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("MANYLORA_PEPPER", PEPPER)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import random
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,6 @@ SETTINGS = {
 }
 BASE = DEMO_MODEL.name
 ADAPTERS = ("pirate",)
-PROGRAM = (sys.executable, "-P", str(Path(__file__).parents[1] / "support" / "leaking_server.py"))
 INVALID: list[dict[str, Any]] = [
     {"temperature": -1},
     {"model": "no-such-adapter"},
@@ -248,7 +246,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
     leak_while = folder / "leak"
     environment: dict[str, Any] = {**STEADY_MALLOC, "LEAK_WHILE": str(leak_while)}
     with manylora_server(
-        folder, "--dtype", "float32", program=PROGRAM, settings=SETTINGS, **environment
+        folder, "--dtype", "float32", program="leaking_server", settings=SETTINGS, **environment
     ) as server:
         server.publish("acme", *ADAPTERS)
         crowd = Crowd(server, server.tenants["acme"], random.Random(11))

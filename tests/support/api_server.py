@@ -17,7 +17,8 @@ import structlog
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from fake_engine import FakeEngine, demo_tokenizer
+from fake_engine import DEMO_MODEL, FakeEngine, demo_tokenizer
+from grammar_checks import SharedChecker
 from manylora.adapters.blobs.store import open_blobs
 from manylora.config import GIB, AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
 from manylora.registry.db.clock import utc_now
@@ -245,6 +246,7 @@ async def api(
         ready=ready,
         tokenizer=demo_tokenizer(),
         chats=QuickRenderer(demo_tokenizer()),
+        grammars=SharedChecker(DEMO_MODEL),
         blobs=blobs,
         versions=versions_of(config, name, registry, blobs, engine, uploads.validator, metrics),
         uploads=uploads,

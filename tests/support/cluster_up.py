@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import signal
-import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +14,8 @@ import psutil
 
 from idleness import wait_until
 from manylora.config import environment as inherited
-from manylora_server import ADMIN_KEY, ANNOUNCEMENT, DEMO_MODEL, MANYLORA, ManyloraServer
+from manylora.launch.server_process import ServerProcess
+from manylora_server import ADMIN_KEY, DEMO_MODEL, START_TIMEOUT_S, ManyloraServer
 
 
 @dataclass
@@ -94,35 +92,27 @@ def servers_in(data_dir: Path) -> list[psutil.Process]:
     return found
 
 
-def command(data_dir: Path) -> list[str]:
-    """What starts a cluster of the demo model, on a free port."""
+def arguments(data_dir: Path) -> list[str]:
+    """Arguments of `manylora` that start a cluster of the demo model, on a free port."""
     place = ("--port", "0", "--data-dir", str(data_dir), "--memory-gib", "0.0625")
-    return [*MANYLORA, "cluster", "up", "--model", str(DEMO_MODEL), *place]
+    return ["cluster", "up", "--model", str(DEMO_MODEL), *place]
 
 
 @contextmanager
 def cluster_up(
     root: Path,
-    *arguments: str,
+    *more: str,
     num_replicas: int = 2,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ClusterUp]:
     """Start it, wait until its gateway sees all replicas, and end all that is left."""
     data_dir, log = root / "data", root / "up.log"
-    words = [*command(data_dir), "--replicas", str(num_replicas), *arguments]
+    words = [*arguments(data_dir), "--replicas", str(num_replicas), *more]
     env = {**inherited(), "MANYLORA_ADMIN_KEY": ADMIN_KEY, "OMP_NUM_THREADS": "1", **environment}
-    with log.open("wb") as sink:
-        process = subprocess.Popen(words, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=root)
+    process = ServerProcess("the cluster", words, env, log=log)
     try:
-
-        def announced() -> re.Match[str] | None:
-            assert process.poll() is None, log.read_text()
-            return ANNOUNCEMENT.search(log.read_text())
-
-        wait_until(announced)
-        match = announced()
-        assert match is not None
-        running = ClusterUp(url=match[1], process=process, data_dir=data_dir, log=log)
+        url = process.wait_listening(START_TIMEOUT_S)
+        running = ClusterUp(url=url, process=process, data_dir=data_dir, log=log)
         assert running.admin.get("/ready").status_code == 200
         wait_until(lambda: running.num_replicas() == num_replicas)
         yield running
@@ -130,11 +120,5 @@ def cluster_up(
         for client in (running.admin, *running.clients.values()):
             client.close()
     finally:
-        for _ in range(3):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-        process.kill()
-        process.wait()
+        process.stop()
         wait_until(lambda: not servers_in(data_dir))

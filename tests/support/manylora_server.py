@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import re
-import signal
 import socket
 import ssl
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import psutil
 
 from manylora.client import Client
 from manylora.config import environment as inherited
+from manylora.launch.server_process import PROGRAM, ServerProcess
 
 ADMIN_KEY = "manylora-admin-key-of-the-tests-0123456789"
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "manylora" / "demo" / "manylora-demo"
@@ -32,8 +29,6 @@ DEMO_ADAPTERS = DEMO_MODEL.parent / "adapters"
 DEMO_NAMES = sorted(folder.name for folder in DEMO_ADAPTERS.iterdir())
 MANYLORA = (str(Path(sys.executable).with_name("manylora")),)
 START_TIMEOUT_S = 180.0
-ANNOUNCEMENT = re.compile(r"^manylora: listening on (http://\S+)$", re.MULTILINE)
-Result = TypeVar("Result")
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For clients of a server without TLS: a context with the system's certificates takes 20 ms of a CPU to make."""
 
@@ -61,7 +56,7 @@ class ManyloraServer:
     """One running server and what tests do with it."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: ServerProcess
     data_dir: Path
     log: Path
     tenants: dict[str, str] = field(default_factory=dict)
@@ -129,20 +124,11 @@ class ManyloraServer:
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Return once /ready is 200."""
-
-        def is_ready() -> bool:
-            try:
-                return self.admin.get("/ready").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        _wait(is_ready, self.process, self.log, timeout_s)
+        self.process.wait_ready(timeout_s)
 
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.stop(60)
 
 
 def upload_bytes(
@@ -163,15 +149,17 @@ def manylora_server(
     data_dir: Path,
     *arguments: str,
     model: Path = DEMO_MODEL,
-    program: Sequence[str] = MANYLORA,
+    program: str = PROGRAM,
     settings: Mapping[str, object] = MappingProxyType({}),
     **environment: str,
 ) -> Iterator[ManyloraServer]:
-    """Start `manylora serve`, wait until it is ready, and end it by its own pid."""
+    """Start `manylora serve`, wait until it is ready, and end it by its own pid.
+
+    `program` is a module that runs instead of the command; it may be one of `tests/support`.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
     log = data_dir / "server.log"
-    command = [
-        *program,
+    words = [
         *("serve", "--model", str(model), "--port", "0", "--data-dir", str(data_dir / "data")),
         *arguments,
         *(word for name, value in settings.items() for word in ("--set", f"{name}={value}")),
@@ -181,35 +169,22 @@ def manylora_server(
         "MANYLORA_ADMIN_KEY": ADMIN_KEY,
         "OMP_NUM_THREADS": "1",
         "MANYLORA_MEMORY__POISON": "true",
+        **({} if program == PROGRAM else {"PYTHONPATH": str(Path(__file__).parent)}),
         **environment,
     }
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=data_dir
-        )
+    process = ServerProcess("the server", words, env, log=log, program=program)
     try:
         # It takes a free port itself: one chosen here could be gone by then.
-        announced = _wait(
-            lambda: ANNOUNCEMENT.search(log.read_text()), process, log, START_TIMEOUT_S
-        )
-        server = ManyloraServer(
-            url=announced[1], process=process, data_dir=data_dir / "data", log=log
-        )
+        url = process.wait_ready(START_TIMEOUT_S)
+        server = ManyloraServer(url=url, process=process, data_dir=data_dir / "data", log=log)
         try:
-            server.wait_ready()
             yield server
         finally:
             server.api.close()
             for client in (server.admin, *server.clients.values()):
                 client.close()
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        process.stop(20)
 
 
 def engines(server: ManyloraServer) -> list[psutil.Process]:
@@ -220,24 +195,6 @@ def engines(server: ManyloraServer) -> list[psutil.Process]:
             if "manylora.engine.process.worker" in child.cmdline():
                 found.append(child)
     return found
-
-
-def _wait(
-    condition: Callable[[], Result | None],
-    process: subprocess.Popen[bytes],
-    log: Path,
-    timeout_s: float,
-) -> Result:
-    """What the condition comes to, once it is true."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        ended = process.poll()
-        if found := condition():
-            return found
-        if ended is not None:
-            raise RuntimeError(f"the server ended with {ended}:\n{log.read_text()}")
-        time.sleep(0.05)
-    raise RuntimeError(f"not ready within {timeout_s} s:\n{log.read_text()}")
 
 
 def expected_answers() -> dict[str, Any]:

@@ -13,9 +13,9 @@ from manylora.server.sandbox.chat_renderer import ChatRenderer
 class QuickRenderer(ChatRenderer):
     """Calls what the child would run."""
 
-    async def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, job: dict[str, Any], num_bytes: int) -> dict[str, Any]:  # noqa: ARG002
         return dict(json.loads(json.dumps(self._answer(json.loads(json.dumps(job))))))
 
     @cached_property
     def _answer(self) -> Any:
-        return chat_worker.renderer(self.setup)
+        return chat_worker.renderer(self.template)

@@ -18,12 +18,12 @@ from typing import Any
 import jsonschema
 import jsonschema_rs
 
+from grammar_checks import checked_grammar
 from manylora import LLM
 from manylora.engine.grammar.json_schema import json_grammar, json_rule
 from manylora.engine.grammar.schema_reader import FORMATS
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import checked_grammar
 from manylora.server.tools.call_grammar import CallGrammar
 from manylora.server.tools.schemas import Tool, ToolChoice, ToolFunction
 from tool_models import family

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +12,9 @@ from typing import Any
 from cluster_up import servers_in
 from idleness import wait_until
 from manylora.config import environment as inherited
+from manylora.launch.server_process import ServerProcess
 from manylora_cluster import PEPPER, Cluster
-from manylora_server import ADMIN_KEY, DEMO_MODEL, MANYLORA, ManyloraServer
+from manylora_server import ADMIN_KEY, DEMO_MODEL, START_TIMEOUT_S, ManyloraServer
 
 
 class RayCluster(Cluster):
@@ -82,31 +82,14 @@ def ray_cluster(root: Path, num_replicas: int) -> Iterator[RayCluster]:
         }
         plan = {"replicas": num_replicas, "cpus": 0.5, "address": None}
         log = root / "ray.log"
-        with log.open("wb") as sink:
-            driver = subprocess.Popen(
-                [*MANYLORA, "cluster", "ray", json.dumps(plan)],
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=root,
-            )
+        driver = ServerProcess("ray", ["cluster", "ray", json.dumps(plan)], env, log=log)
         try:
             cluster = RayCluster(root, database_url, stack)
             cluster.num_replicas = num_replicas
-
-            def announced() -> bool:
-                assert driver.poll() is None, log.read_text()
-                return "manylora: replicas run on" in log.read_text()
-
-            wait_until(announced)
+            driver.wait_listening(START_TIMEOUT_S)
             cluster.start_gateway()
             cluster.find_replicas()
             yield cluster
         finally:
-            driver.terminate()
-            try:
-                driver.wait(60)
-            except subprocess.TimeoutExpired:
-                driver.kill()
-                driver.wait()
+            driver.stop()
             wait_until(lambda: not servers_in(root / "ray"))

@@ -14,6 +14,7 @@ from llguidance import LLTokenizer
 
 from api_server import Api
 from fake_engine import DEMO_MODEL
+from grammar_checks import SharedChecker
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.server.tools.formats import AnswerFormat, format_of, rows
 from manylora.server.tools.schemas import Tool, ToolFunction
@@ -127,5 +128,9 @@ def use_tokenizer(api: Api, tokenizer: Tokenizer) -> None:
     """Serve the demo model with this tokenizer."""
     ready = replace(api.services.ready, max_model_len=4096)
     api.services = api.app.state.services = replace(
-        api.services, tokenizer=tokenizer, chats=QuickRenderer(tokenizer), ready=ready
+        api.services,
+        tokenizer=tokenizer,
+        chats=QuickRenderer(tokenizer),
+        grammars=SharedChecker(tokenizer.folder),
+        ready=ready,
     )

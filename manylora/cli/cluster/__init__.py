@@ -42,7 +42,7 @@ def up(  # noqa: PLR0913 - one parameter per option
     ] = None,
 ) -> None:
     """Start a gateway and replicas, with one part each of this machine's cores; Ctrl-C drains them."""
-    from manylora.server.cluster.launch.up import up as run
+    from manylora.launch.up import up as run
 
     if not on_ray and (address or max_replicas):
         raise typer.BadParameter("--address and --max-replicas go with --ray.")
@@ -59,6 +59,6 @@ def up(  # noqa: PLR0913 - one parameter per option
 @app.command("ray", hidden=True)
 def keep_on_ray(plan: str) -> None:
     """Have Ray keep the replicas of a plan in JSON, with the settings of the environment."""
-    from manylora.server.cluster.launch.ray_serve import keep
+    from manylora.launch.ray_serve import keep
 
     keep(json.loads(plan), typer.echo)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -21,9 +22,12 @@ from manylora.cli.demo import FOLDER
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
 from manylora.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, plan, replay
 from manylora.client import Client
-from manylora.errors import ManyloraError
-from manylora.server.server_process import server_process
+from manylora.config import environment
+from manylora.errors import ConfigError, ManyloraError
+from manylora.launch.server_process import HOST, running_server
+from manylora.server.auth.admin_key import admin_key
 
+USUAL_PORT = 8000
 SNIPPET_QUESTION = "How much is the scarf?"
 SERVE_OPTIONS = (
     *(
@@ -64,16 +68,17 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, signal.default_int_handler)
     try:
-        with server_process(port, data_dir, SERVE_OPTIONS) as server:
+        with running_server(data_dir, SERVE_OPTIONS, port=choose_port(port)) as server:
             with console.status("Starting the server with the demo model ..."):
                 server.wait_ready()
             with console.status("Uploading five adapters and asking all at once ..."):
-                shown = play(server.url, server.admin_key())
+                key = admin_key(data_dir, environment()).secret
+                shown = play(server.url, key)
             show_answers(console, shown, time.monotonic() - started)
             if not once:
-                show_how_to_go_on(console, shown, server.url, server.admin_key(), data_dir)
+                show_how_to_go_on(console, shown, server.url, key, data_dir)
                 if with_traffic:
-                    send_traffic(console, server.url, server.admin_key(), data_dir)
+                    send_traffic(console, server.url, key, data_dir)
                 status = server.wait()
                 raise ManyloraError(
                     f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}."
@@ -82,6 +87,27 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
         console.print("Stopped; running requests were finished.")
         return 0
     return 0 if all(answer.is_expected for answer in shown.answers) else 1
+
+
+def choose_port(wanted: int | None) -> int:
+    """A port that is free now; where none is wanted, the usual one or, if that is in use, any.
+
+    Raises:
+        ConfigError: The wanted one is in use.
+    """
+    for port in [USUAL_PORT, 0] if wanted is None else [wanted]:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError as error:
+                reason = error.strerror
+                continue
+            return int(probe.getsockname()[1])
+    raise ConfigError(
+        f"Port {wanted} cannot be used: {reason}. Choose another --port, or leave it out.",
+        param="port",
+    )
 
 
 def show_answers(console: Console, shown: Round, seconds: float) -> None:

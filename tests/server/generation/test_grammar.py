@@ -5,11 +5,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from fake_engine import DEMO_MODEL
+from grammar_checks import checked_grammar
 from manylora.engine.grammar.json_schema import json_grammar, json_rule
 from manylora.engine.grammar.schema_reader import MAX_SCHEMA_DEPTH
 from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import checked_grammar
 
 ANSWER = {
     "type": "object",

@@ -1,30 +1,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
-import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from api_server import BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, DEMO_MODEL
+from grammar_checks import SharedChecker, checked_grammar
 from manylora.engine.grammar.json_schema import json_grammar
-from manylora.engine.grammar.matcher import GrammarTokens
-from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.request import Grammar
-from manylora.engine.text.tokenizer import Tokenizer
-from manylora.errors import CapacityError, InvalidRequestError
-from manylora.server.generation.grammar import checked_grammar
-from manylora.server.process.long_work import MAX_WAITING
-from manylora.server.sandbox import grammar_check
-from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
+from manylora.errors import InvalidRequestError
+from manylora.server.process.threads import acting
 from tool_models import tokenizer_with, use_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -288,95 +279,17 @@ def test_a_hostile_schema_is_refused_at_once(name: str) -> None:
     assert refused.value.code in ("invalid_json_schema", "grammar_too_large")
 
 
-def test_a_check_that_is_ended_is_remembered_and_the_next_one_is_made() -> None:
-    text = json_grammar(HOSTILE["doubled by references"])
-    grammar = Grammar.of(text)
-    for _ in range(2):
-        assert grammar_checker().problem(text, grammar.digest, DEMO_MODEL, "t") == TOO_COMPLEX
-    assert grammar_checker().problem('start: "a"', "another digest", DEMO_MODEL, "t") is None
-
-
-def test_what_takes_the_engine_long_to_compile_is_refused() -> None:
-    rules = [
-        f'r{index}: %json {{"type": "integer", "multipleOf": {9000 + index}}}'
-        for index in range(20)
-    ]
-    text = "\n".join(["start: " + " ".join(f"r{index}" for index in range(20)), *rules])
-    assert grammar_checker().problem(text, "remainders", DEMO_MODEL, "t") == TOO_COMPLEX
-    ambiguous = "start: a\na: /[a-z]/ | a a | a a a"
-    assert grammar_checker().problem(ambiguous, "ambiguous", DEMO_MODEL, "t") is None
-
-
-def _optional(count: int) -> str:
-    properties = {f"property_{index}": {"type": "string"} for index in range(count)}
-    return json_grammar({"type": "object", "properties": properties, "additionalProperties": False})
-
-
-def test_what_breaks_only_while_an_answer_is_written_is_refused_and_what_does_not_is_taken() -> (
-    None
-):
-    assert "items" in (grammar_checker().problem(_optional(700), "700", DEMO_MODEL, "t") or "")
-    text = _optional(400)
-    assert grammar_checker().problem(text, "400", DEMO_MODEL, "t") is None
-    tokenizer = Tokenizer(DEMO_MODEL)
-    matcher = GrammarTokens(DEMO_MODEL, tokenizer.eos_token_ids).compile(text)
-    assert matcher.take(
-        tokenizer.encode('{"property_7": "a", "property_399": "b"}', add_special_tokens=False)
-    )
-    assert matcher.parser.is_accepting()
-
-
-def test_a_tokenizer_that_grammars_do_not_know_is_left_to_the_engine(tmp_path: Path) -> None:
-    assert grammar_checker().problem('start: "a"', "a", tmp_path, "t") is None
-    assert "unknown name" in (grammar_checker().problem("start: b", "b", tmp_path, "t") or "")
-
-
-@pytest.fixture
-def child(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a checker's child is, in Python; an answer is what it writes."""
-    code = ["-c", ""]
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda args, **options: popen([args[0], *code], **options)
-    )
-    return code
-
-
-def test_checks_give_way_to_steps() -> None:
-    checker = GrammarChecker()
-    assert checker.problem('start: "a"', "a", DEMO_MODEL, "t") is None
-    own = psutil.Process()
-    living = [each for each in own.children() if each.status() != psutil.STATUS_ZOMBIE]
-    children = [
-        each for each in living if "manylora.server.sandbox.grammar_check" in each.cmdline()
-    ]
-    assert {int(each.nice()) for each in children} == {min(int(own.nice()) + 10, 19)}
-    checker.close()
-
-
-def test_tenants_share_no_verdicts(child: list[str]) -> None:
-    child[1] = (
-        "import sys\nfor index, _ in enumerate(sys.stdin): print(f'\"check {index}\"', flush=True)"
-    )
-    checker = GrammarChecker()
-    found = [
-        checker.problem("text", "digest", DEMO_MODEL, tenant) for tenant in ("one", "two", "one")
-    ]
-    assert found == ["check 0", "check 1", "check 0"]
-    checker.close()
-
-
 async def test_a_tenant_with_many_schemas_holds_others_up_by_one_check(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    may_go_on = threading.Event()
+    may_go_on = anyio.Event()
 
-    def slow(self: GrammarChecker, text: str, digest: str, folder: Path, tenant: str) -> None:
-        checked.append(tenant)
-        assert may_go_on.wait(60)
+    async def slow(self: SharedChecker, text: str) -> None:
+        checked.append(acting.get().tenant)
+        await may_go_on.wait()
 
-    monkeypatch.setattr(GrammarChecker, "problem", slow)
+    monkeypatch.setattr(SharedChecker, "check", slow)
     flood, quiet = await api.tenant("flood"), await api.tenant("quiet")
     quiet_id = (await api.services.registry.tenants.get_tenant("quiet")).id
     async with anyio.create_task_group() as group:
@@ -384,7 +297,7 @@ async def test_a_tenant_with_many_schemas_holds_others_up_by_one_check(
             group.start_soon(partial(complete, flood, structured_outputs={"regex": f"a{number}"}))
         await anyio.sleep(0.3)  # these have time to come first
         group.start_soon(partial(complete, quiet, structured_outputs={"regex": "b"}))
-        await eventually(lambda: quiet_id in checked)
+        await eventually(lambda: api.services.grammars.places.num_waiting(quiet_id) == 1)
         may_go_on.set()
     assert len(checked) == 9
     assert checked.index(quiet_id) <= 1
@@ -395,45 +308,21 @@ async def test_a_grammar_that_was_found_sound_waits_for_no_check_of_others(
 ) -> None:
     acme = await api.tenant("acme")
     assert (await complete(acme, structured_outputs={"regex": "a"})).status_code == 200
-    problem = GrammarChecker.problem
-    may_go_on = threading.Event()
-    threads = list[str]()
+    checked: list[str] = []
+    may_go_on = anyio.Event()
 
-    def slow(self: GrammarChecker, text: str, digest: str, folder: Path, tenant: str) -> str | None:
-        if "slow" in text:
-            threads.append(threading.current_thread().name)
-            assert may_go_on.wait(60)
-        return problem(self, text, digest, folder, tenant)
+    async def slow(self: SharedChecker, text: str) -> None:
+        checked.append(text)
+        await may_go_on.wait()
 
-    monkeypatch.setattr(GrammarChecker, "problem", slow)
-    others = [await api.tenant(f"tenant-{number}") for number in range(MAX_WAITING + 2)]
+    monkeypatch.setattr(SharedChecker, "check", slow)
+    others = [await api.tenant(f"tenant-{number}") for number in range(6)]
     async with anyio.create_task_group() as group:
         for each in others:
             group.start_soon(partial(complete, each, structured_outputs={"regex": "slow"}))
-        await eventually(lambda: len(threads) == MAX_WAITING)
+        await eventually(lambda: len(checked) == 1)
         with anyio.fail_after(60):
             answer = await complete(acme, structured_outputs={"regex": "a"})
-        assert (answer.status_code, len(threads)) == (200, MAX_WAITING)
+        assert (answer.status_code, len(checked)) == (200, 1)
         may_go_on.set()
-    assert len(threads) == len(others)
-    assert all(name.startswith("waiting-work") for name in threads)
-
-
-def test_a_child_that_was_killed_says_nothing_of_the_grammar(child: list[str]) -> None:
-    child[1] = "import os, signal\ninput()\nos.kill(os.getpid(), signal.SIGKILL)"
-    checker = GrammarChecker()
-    with pytest.raises(CapacityError, match="just now"):
-        checker.problem("text", "digest", DEMO_MODEL, "t")
-    child[1] = "input()\nprint('null')"
-    assert checker.problem("text", "digest", DEMO_MODEL, "t") is None
-    checker.close()
-
-
-def test_a_check_goes_on_when_its_child_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "WALL_S", 600.0)
-    checker, others = GrammarChecker(), set(psutil.Process().children())
-    assert checker.problem('start: "a"', "a", DEMO_MODEL, "t") is None
-    (stopped,) = set(psutil.Process().children()) - others
-    stopped.suspend()
-    assert checker.problem('start: "b"', "b", DEMO_MODEL, "t") is None
-    checker.close()
+    assert len(checked) == len(others)

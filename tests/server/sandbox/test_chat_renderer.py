@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -195,6 +197,31 @@ async def test_a_chat_is_rendered_as_transformers_does(asked: dict[str, Any]) ->
     expected = reference.apply_chat_template(messages, tokenize=False, **options, **variables)
     found = await own.render({"add_generation_prompt": False, **asked})
     assert found == expected
+
+
+IMPORTS = """
+import sys, types
+from manylora.server.sandbox import chat_worker
+class Bare(types.ModuleType):
+    def __setattr__(self, name, value):
+        if name == "__path__": value = ["/nowhere"]
+        super().__setattr__(name, value)
+if sys.argv[1] == "not enough":
+    chat_worker.ModuleType = Bare
+chat_worker.import_templates()
+from transformers.utils import chat_template_utils
+print(chat_template_utils.render_jinja_template([[]], chat_template="rendered")[0][0])
+print("transformers.utils.hub" in sys.modules, sys.modules["torch"])
+"""
+
+
+@pytest.mark.parametrize(("packages", "is_whole"), [("enough", False), ("not enough", True)])
+def test_a_process_imports_little_of_transformers_where_that_is_enough(
+    packages: str, is_whole: bool
+) -> None:
+    command = [sys.executable, "-P", "-c", IMPORTS, packages]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["rendered", str(is_whole), "None"]
 
 
 def _forks() -> list[psutil.Process]:

@@ -8,9 +8,9 @@ import pytest
 from llguidance import LLMatcher
 
 from bfcl import Item, items
+from grammar_checks import checked_grammar
 from manylora.engine.grammar.json_schema import json_rule
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import checked_grammar
 from manylora.server.tools.call_grammar import CallGrammar
 from manylora.server.tools.formats import rows
 from manylora.server.tools.schemas import Tool, ToolChoice

@@ -64,7 +64,7 @@ async def test_the_child_gets_no_secret(
     for name in ("MANYLORA_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HARMLESS"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setattr(sys, "executable", str(program))
-    seen = await validator.in_child({"cpu_s": 10})
+    seen = await validator.in_child({"config": ""}, 10)
     assert [name for name, value in seen.items() if value == "secret"] == ["HARMLESS"]
 
 
@@ -167,26 +167,25 @@ async def test_a_kept_process_holds_each_job_to_its_limits(
 ) -> None:
     """Of CPU time, which ends the fork, and of time, which ends both; the next job finds a process."""
     monkeypatch.setattr(validation, "WALL_FACTOR", wall_factor)
-    monkeypatch.setattr(validation, "CPU_S", cpu_s)
-    job = {"cpu_s": cpu_s, "spin": True}
+    job = {"config": "", "spin": "yes"}
     program = tmp_path / "python"
     program.write_text(
         f"#!{sys.executable}\n"
         "import sys\n"
-        "from manylora.server.uploads.validation_worker import limits\n"
-        "from manylora.server.sandbox.worker import answer_each\n"
+        "from manylora.server.sandbox.worker import answer_jobs, read_setup\n"
         "def answer(job):\n"
         "    while job.get('spin'): pass\n"
         "    return {}\n"
-        "answer_each(answer, limits)\n"
+        "read_setup()\n"
+        "answer_jobs(lambda: answer, 1 << 29, one_per_fork=True)\n"
     )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(AdapterFormatError) as refused:
-        await validator.in_child(job)
+        await validator.in_child(job, cpu_s)
     assert refused.value.code == "adapter.check_failed"
     monkeypatch.setattr(validation, "WALL_FACTOR", 60.0)
-    assert await validator.in_child({"cpu_s": 10}) == {}
+    assert await validator.in_child({"config": ""}, 10) == {}
     await validator.close()
 
 
@@ -225,7 +224,7 @@ async def test_processes_that_are_stopped_at_work_are_not_the_adapters_fault(
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(CapacityError, match="Try again in a moment"):
-        await validator.in_child({"cpu_s": 10})
+        await validator.in_child({"config": ""}, 10)
 
 
 def kept_processes() -> list[psutil.Process]:

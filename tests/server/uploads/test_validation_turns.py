@@ -21,11 +21,11 @@ async def test_an_upload_is_validated_beside_those_of_another(
     validator, order, all_wait = api.services.uploads.validator, list[str](), asyncio.Event()
     in_child = validator.in_child
 
-    async def counted(job: dict[str, Any]) -> dict[str, Any]:
+    async def counted(job: dict[str, str], cpu_s: float) -> dict[str, Any]:
         order.append(acting.get().tenant)
         if len(order) <= CHILDREN:
             await all_wait.wait()
-        return await in_child(job)
+        return await in_child(job, cpu_s)
 
     monkeypatch.setattr(validator, "in_child", counted)
     flood, quiet = await api.tenant("flood"), await api.tenant("quiet")

@@ -1,6 +1,6 @@
 """A program for a parent process that it must not outlive: the `manylora` command, or another module.
 
-    python -m manylora.cli.cluster.child CORES MODULE ARGUMENTS
+    python -m manylora.launch.child CORES MODULE ARGUMENTS
 
 CORES are the numbers of those that it may use, with commas between; empty for those of its parent. The parent holds the
 other end of standard input. When that closes, however the parent ended, this process gets a SIGTERM, which drains a

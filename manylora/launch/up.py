@@ -22,29 +22,30 @@ from manylora.config import Config, environment, usable_cores
 from manylora.data_folder import kept_secret, prepare_folder
 from manylora.engine.start_checks import check_start, count_cuda_devices
 from manylora.errors import ConfigError
+from manylora.launch.server_process import HOST, ServerProcess
 from manylora.registry.db.database import Database
 from manylora.server.auth.admin_key import VARIABLE, admin_key, given_pepper
-from manylora.server.cluster.launch.children import Child
 from manylora.server.http.listen import bind, url_of
 from manylora.server.process.threads import cancel_all
 from manylora.server.settings import environment_name
 
 Announce = Callable[[str], object]
-Starts = Mapping[str, Callable[[], Child]]
+Starts = Mapping[str, Callable[[], ServerProcess]]
 DATABASE_URL = environment_name("registry.database_url")
 METRICS_PORT = environment_name("server.metrics_port")
 SECRETS = (VARIABLE, "MANYLORA_PEPPER", DATABASE_URL)
 """Variables that all servers of a cluster have, and that never travel through Ray."""
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-"""Seconds until a child that died is started again; they double with each death."""
+FIRST_DELAY_S = 0.5
+"""Seconds until a server that died is started again; they double with each death."""
+LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0
-"""The delay is the first one again for a child that lived for so long."""
+"""The delay is the first one again for a server that lived longer than this."""
 LOOK_S = 5.0
-"""Seconds between two looks at whether a child answers, and longest wait for its answer."""
+"""Seconds between two looks at whether a server answers, and longest wait for its answer."""
 SILENT_LOOKS = 6
-"""A child that fails this number of looks in a row was stopped or hangs; it is killed and started again."""
+"""A server that fails this number of looks in a row was stopped or hangs; it is killed and started again."""
 SLACK_S = 60.0
-"""Seconds above `server.drain_s` after which a child that does not end is killed."""
+"""Seconds above `server.drain_s` after which a server that does not end is killed."""
 RAY_DEFAULTS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,7 +66,8 @@ def up(config: Config, replicas: int, plan: dict[str, object] | None, announce: 
         ConfigError: A setting is wrong, the port is taken, or a package is missing.
         ManyloraError: A server ended while it started.
     """
-    for package, extra in (("aiohttp", "cluster"), *((("ray", "ray"),) if plan else ())):
+    needed = {"aiohttp": "cluster", "ray": "ray"} if plan else {"aiohttp": "cluster"}
+    for package, extra in needed.items():
         if find_spec(package) is None:
             raise ConfigError(f"This needs {package}: pip install 'manylora[{extra}]'.")
     check_start(config)
@@ -78,53 +80,52 @@ def up(config: Config, replicas: int, plan: dict[str, object] | None, announce: 
 
     def server(
         name: str, role: str, *place: str, cores: Sequence[int] = (), **own: str
-    ) -> Callable[[], Child]:
+    ) -> Callable[[], ServerProcess]:
         arguments = ("serve", "--role", role, "--data-dir", str(data_dir / name), *place)
-        return partial(Child, name, arguments, {**shared, **own}, cores=cores)
+        return partial(ServerProcess, name, arguments, shared | own, cores=cores)
 
     gpus = 0 if config.model.device == "cpu" else count_cuda_devices()
+    computing: dict[str, Callable[[], ServerProcess]] = {}
     if plan is not None:
-        words = json.dumps(
-            {**plan, "replicas": replicas, "gpus": int(gpus > 0 or config.model.device == "cuda")}
-        )
-        computing: dict[str, Callable[[], Child]] = {
-            "ray": partial(
-                Child, "ray", ("cluster", "ray", words), _ray_environment(plan, data_dir) | shared
-            )
-        }
+        has_gpus = gpus > 0 or config.model.device == "cuda"
+        words = json.dumps({**plan, "replicas": replicas, "gpus": int(has_gpus)})
+        environ = _ray_environment(plan, data_dir) | shared
+        computing["ray"] = partial(ServerProcess, "ray", ("cluster", "ray", words), environ)
     else:
-        visible = (
-            environment().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        ).split(",")
-        computing = {}
+        given = environment().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        visible = given.split(",")
         for number in range(replicas):
-            name, gpu = f"replica-{number}", visible[number % len(visible)]
-            own = {METRICS_PORT: "null", "CUDA_VISIBLE_DEVICES": gpu}
+            name = f"replica-{number}"
+            own = {METRICS_PORT: "null", "CUDA_VISIBLE_DEVICES": visible[number % len(visible)]}
             cores = () if gpus or config.model.threads else own_cores(number, replicas)
             computing[name] = server(
-                name, "replica", "--host", "127.0.0.1", "--port", "0", cores=cores, **own
+                name, "replica", "--host", HOST, "--port", "0", cores=cores, **own
             )
     gateway = {"gateway": server("gateway", "gateway", "--port", url.rpartition(":")[2])}
     asyncio.run(_run((gateway, computing), config.server.drain_s, announce, url))
 
 
 async def _run(groups: Sequence[Starts], drain_s: float, announce: Announce, url: str) -> None:
-    """Start all children, start those again that die, and at a signal end group after group."""
-    asked, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+    """Start all servers, start those again that die, and at a signal end group after group."""
+    asked = asyncio.Event()
+    hurried = asyncio.Event()
+    loop = asyncio.get_running_loop()
     starts = {name: start for group in groups for name, start in group.items()}
     loop.set_default_executor(ThreadPoolExecutor(3 * len(starts)))
     running = {name: start() for name, start in starts.items()}
 
     def ask() -> None:
-        for child in running.values() if asked.is_set() else ():
+        for server in running.values() if asked.is_set() else ():
             # The second signal cuts what runs, and the third waits for nothing.
-            (child.kill if hurried.is_set() else child.terminate)()
+            (server.kill if hurried.is_set() else server.terminate)()
         (hurried if asked.is_set() else asked).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ask)
     asking = asyncio.create_task(asked.wait())
-    starting = asyncio.gather(*(asyncio.to_thread(child.wait_ready) for child in running.values()))
+    starting = asyncio.gather(
+        *(asyncio.to_thread(server.wait_listening) for server in running.values())
+    )
     keeping: list[asyncio.Task[None]] = []
     try:
         await asyncio.wait((asking, starting), return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +140,7 @@ async def _run(groups: Sequence[Starts], drain_s: float, announce: Announce, url
         await cancel_all(keeping)
         for group in groups:
             await asyncio.gather(
-                *(asyncio.to_thread(running[name].end, drain_s + SLACK_S) for name in group)
+                *(asyncio.to_thread(running[name].stop, drain_s + SLACK_S) for name in group)
             )
         await asyncio.gather(starting, return_exceptions=True)  # of a start that a signal ended
 
@@ -156,9 +157,13 @@ async def _announce_ready(url: str, announce: Announce) -> None:
 
 
 async def _keep(
-    name: str, start: Callable[[], Child], running: dict[str, Child], announce: Announce
+    name: str,
+    start: Callable[[], ServerProcess],
+    running: dict[str, ServerProcess],
+    announce: Announce,
 ) -> None:
-    delay_s, started_s = FIRST_DELAY_S, time.monotonic()
+    delay_s = FIRST_DELAY_S
+    started_s = time.monotonic()
     while True:
         watching = asyncio.create_task(_kill_if_silent(name, running[name], announce))
         status = await asyncio.to_thread(running[name].wait)
@@ -166,13 +171,15 @@ async def _keep(
         delay_s = FIRST_DELAY_S if time.monotonic() - started_s > STEADY_S else delay_s
         announce(f"manylora: {name} ended with status {status} and starts again in {delay_s:g} s")
         await asyncio.sleep(delay_s)
-        delay_s, started_s = min(2 * delay_s, LONGEST_DELAY_S), time.monotonic()
+        delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+        started_s = time.monotonic()
         running[name] = start()
 
 
-async def _kill_if_silent(name: str, child: Child, announce: Announce) -> None:
-    """Ask a child for its health until it does not answer for a while. Ray's own is not asked: it has no HTTP."""
-    url, num_silent = await asyncio.to_thread(child.wait_ready), 0
+async def _kill_if_silent(name: str, server: ServerProcess, announce: Announce) -> None:
+    """Ask a server for its health until it does not answer for a while. Ray is not asked: it has no HTTP."""
+    url = await asyncio.to_thread(server.wait_listening)
+    num_silent = 0
     if not url.startswith("http"):
         return
     async with httpx.AsyncClient(trust_env=False, timeout=LOOK_S) as client:
@@ -183,7 +190,7 @@ async def _kill_if_silent(name: str, child: Child, announce: Announce) -> None:
                 await client.get(f"{url}/health")
                 num_silent = 0
     announce(f"manylora: {name} does not answer and is killed")
-    child.kill()
+    server.kill()
 
 
 def own_cores(number: int, replicas: int) -> Sequence[int]:
@@ -193,22 +200,25 @@ def own_cores(number: int, replicas: int) -> Sequence[int]:
     and such a step takes twice as long. Neighbours in a part have their memory close to each other.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    start, end = (each * len(cores) // replicas for each in (number, number + 1))
+    start = number * len(cores) // replicas
+    end = (number + 1) * len(cores) // replicas
     return cores[start:end] if len(cores) >= replicas else []
 
 
 def _shared_environment(
     config: Config, data_dir: Path, replicas: int, announce: Announce
 ) -> dict[str, str]:
-    """What all servers have in their environment: every setting, and the secrets, made once."""
+    """The environment of all servers: every setting, and the secrets, made once."""
     environ = environment()
-    key, pepper = admin_key(data_dir, environ), given_pepper(environ)
+    key = admin_key(data_dir, environ)
+    pepper = given_pepper(environ)
     if pepper is None and (data_dir / "pepper").exists():
         message = f"{data_dir} is the folder of a single server, whose keys would not work; choose another --data-dir."
         raise ConfigError(message, param="server.data_dir")
     for line in key.announcement:
         announce(f"manylora: {line}")
-    model, in_s3 = Path(config.model.path), config.registry.s3_place is not None
+    model = Path(config.model.path)
+    in_s3 = config.registry.s3_place is not None
     own = {
         "model.path": str(model.absolute()) if model.exists() else config.model.path,
         "model.threads": config.model.threads or max(1, usable_cores() // replicas),

@@ -1,4 +1,4 @@
-"""How many replicas there should be, by how long requests wait; for Ray Serve's autoscaling, without importing Ray."""
+"""The number of replicas that Ray Serve should keep, by how long requests wait. Ray itself is not imported."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ TARGET_WAIT_S = 1.0
 LOW = 0.5
 """Below this part of the target, and of the rows of all replicas, one replica fewer is wanted."""
 DOWN_AFTER_S = 60.0
-WAIT, BUSY = "est_wait_s", "busy"
-"""What replicas report: seconds that a request would wait, and the part of the rows that is used."""
+WAIT = "est_wait_s"
+"""Report of a replica: seconds that a request would wait."""
+BUSY = "busy"
+"""Report of a replica: the part of its rows that is used."""
 
 
 def desired_replicas(context: Any) -> tuple[int, dict[str, Any]]:  # noqa: ANN401 - an AutoscalingContext
-    """A policy of Ray Serve: as many times more replicas as the wait is longer than its target, or one fewer.
+    """A policy of Ray Serve: more replicas, in proportion to how far the wait is above its target, or one fewer.
 
     Ray waits `DOWN_AFTER_S` before it takes one away, and keeps to the bounds.
     """

@@ -22,10 +22,10 @@ from ray import serve
 
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
+from manylora.launch.scaling import BUSY, DOWN_AFTER_S, WAIT, desired_replicas
+from manylora.launch.server_process import HOST, ServerProcess
+from manylora.launch.up import METRICS_PORT, SECRETS, SLACK_S
 from manylora.registry.access.keys import keyed_digest
-from manylora.server.cluster.launch.children import Child
-from manylora.server.cluster.launch.scaling import BUSY, DOWN_AFTER_S, WAIT, desired_replicas
-from manylora.server.cluster.launch.up import METRICS_PORT, SECRETS, SLACK_S
 from manylora.server.cluster.wire import CLUSTER, SHARED, STATE_PATH, Report
 from manylora.server.settings import load_config
 
@@ -45,7 +45,7 @@ class ManyloraReplica:
         host: Address to bind; this node's when None.
     """
 
-    _child: Child | None = None
+    _server: ServerProcess | None = None
 
     def __init__(self, settings: Mapping[str, str], host: str | None) -> None:
         environ = {**environment(), **settings, METRICS_PORT: "null"}
@@ -56,31 +56,25 @@ class ManyloraReplica:
                 )
         self._config = load_config({}, environ)
         folder, lock = _free_folder(self._config.server.data_dir)
-        place = (
-            "--host",
-            host or ray.util.get_node_ip_address(),
-            "--port",
-            "0",
-            "--data-dir",
-            str(folder),
-        )
-        self._child = Child(
+        address = host or ray.util.get_node_ip_address()
+        place = ("--host", address, "--port", "0", "--data-dir", str(folder))
+        self._server = ServerProcess(
             "replica", ("serve", "--role", "replica", *place), environ, held=(lock,)
         )
         os.close(lock)
         self._http = httpx.AsyncClient(
-            base_url=self._child.wait_ready(), trust_env=False, timeout=ANSWER_S
+            base_url=self._server.wait_listening(), trust_env=False, timeout=ANSWER_S
         )
         self._token = keyed_digest(environ["MANYLORA_PEPPER"].encode(), SHARED)
 
     async def check_health(self) -> None:
         """Return if the replica lives and answers: it restarts its engine itself. Called by Ray."""
-        if self._child is None or self._child.poll() is not None:
+        if self._server is None or self._server.poll() is not None:
             os._exit(1)  # Ray starts another at once, not after some failed checks
         await self._http.get("/ready")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaling policy reads. Called by Ray."""
+        """The load, for the autoscaling policy. Called by Ray."""
         async with self._http.stream("GET", STATE_PATH, headers={CLUSTER: self._token}) as answer:
             line = await anext(answer.aiter_lines())
         report = msgspec.json.decode(line, type=Report)
@@ -88,8 +82,8 @@ class ManyloraReplica:
 
     def __del__(self) -> None:
         """Drain the replica. Called by Ray before it ends this process."""
-        if self._child is not None:
-            self._child.end(self._config.server.drain_s + SLACK_S / 2)
+        if self._server is not None:
+            self._server.stop(self._config.server.drain_s + SLACK_S / 2)
 
 
 def app(plan: dict[str, Any]) -> Any:  # noqa: ANN401 - an Application of Ray Serve, which has no types here
@@ -101,7 +95,8 @@ def app(plan: dict[str, Any]) -> Any:  # noqa: ANN401 - an Application of Ray Se
     """
     settings = plan.get("settings") or {}
     config = load_config({}, {**environment(), **settings})
-    replicas, gpus = plan.get("replicas") or 1, plan.get("gpus") or 0
+    replicas = plan.get("replicas") or 1
+    gpus = plan.get("gpus") or 0
     cpus = plan.get("cpus") or config.model.threads or 1
     scaled = {
         "min_replicas": replicas,
@@ -132,7 +127,8 @@ def keep(plan: dict[str, Any], announce: Callable[[str], object]) -> None:
     own = {name: value for name, value in environment().items() if name.startswith("MANYLORA_")}
     settings = {name: own[name] for name in own.keys() - SECRETS}
     local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    address, host = plan["address"], None if plan["address"] else "127.0.0.1"
+    address = plan["address"]
+    host = None if address else HOST
     try:
         ray.init(address or "local", logging_level="warning", **({} if address else local))
         serve.start(proxy_location="Disabled")

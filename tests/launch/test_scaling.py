@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from manylora.server.cluster.launch.scaling import BUSY, TARGET_WAIT_S, WAIT, desired_replicas
+from manylora.launch.scaling import BUSY, TARGET_WAIT_S, WAIT, desired_replicas
 
 
 def desired(waits: list[list[float]], busy: float = 0.0, target: int | None = None) -> int:

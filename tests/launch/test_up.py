@@ -15,32 +15,32 @@ from typer.testing import CliRunner
 
 from fake_engine import DEMO_MODEL
 from manylora.cli import make_app
-from manylora.config import Config, environment
-from manylora.server.cluster.launch import up as launch
-from manylora.server.cluster.launch.children import Child
+from manylora.config import Config
+from manylora.launch import up as launch
+from manylora.launch.server_process import ServerProcess
 from manylora.server.settings import load_config
 
 Started = dict[str, tuple[tuple[str, ...], dict[str, str]]]
 
 
-class FakeChild:
+class FakeServer:
     """Ends at once, with status 3."""
 
     def wait(self) -> int:
         return 3
 
-    def wait_ready(self) -> str:
+    def wait_listening(self) -> str:
         return "ray-address"
 
 
-class SilentChild(FakeChild):
+class SilentServer(FakeServer):
     """Says that it listens at `url`, and lives until it is killed."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.killed: list[None] = []
 
-    def wait_ready(self) -> str:
+    def wait_listening(self) -> str:
         return self.url
 
     def kill(self) -> None:
@@ -73,9 +73,9 @@ def test_the_delays_grow_until_a_child_lives_for_long(
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    running: dict[str, Child] = {"replica-0": FakeChild()}  # type: ignore[dict-item]
+    running: dict[str, ServerProcess] = {"replica-0": FakeServer()}  # type: ignore[dict-item]
     with pytest.raises(Done):
-        asyncio.run(launch._keep("replica-0", FakeChild, running, lines.append))  # type: ignore[arg-type]
+        asyncio.run(launch._keep("replica-0", FakeServer, running, lines.append))  # type: ignore[arg-type]
     assert slept == delays
     assert (
         lines[1] == f"manylora: replica-0 ended with status 3 and starts again in {delays[1]:g} s"
@@ -100,7 +100,7 @@ def test_a_child_that_does_not_answer_for_a_while_is_killed(
     monkeypatch.setattr(launch, "SILENT_LOOKS", 3)
     opened = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: opened)
-    child = SilentChild("http://127.0.0.1:1")
+    child = SilentServer("http://127.0.0.1:1")
     asyncio.run(launch._kill_if_silent("replica-0", child, lines.append))  # type: ignore[arg-type]
     assert asked == ["http://127.0.0.1:1/health"] * len(answers)
     assert (child.killed, lines) == ([None], ["manylora: replica-0 does not answer and is killed"])
@@ -263,10 +263,10 @@ def test_a_missing_package_is_named(
 
 
 def test_a_child_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Child("slow", ("serve", "--model", str(DEMO_MODEL), "--port", "0"), environment()) as slow:
+    arguments = ("serve", "--model", str(DEMO_MODEL), "--port", "0")
+    with ServerProcess("slow", arguments) as slow:
         monkeypatch.setattr(slow, "terminate", lambda: None)
-        slow.end(0.1)
-        assert slow.wait() == -signal.SIGKILL
+        assert slow.stop(0.1) == -signal.SIGKILL
 
 
 def test_replicas_divide_the_cores_that_suffice(monkeypatch: pytest.MonkeyPatch) -> None:

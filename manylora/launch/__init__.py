@@ -1,0 +1,1 @@
+"""Starts servers: one for a command, or gateways and replicas as processes of this machine or with Ray."""

@@ -1,1 +1,0 @@
-"""Starts gateways and replicas: as processes of this machine, or with Ray."""

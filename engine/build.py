@@ -129,7 +129,10 @@ def build_engine(
         shape,
         partial(
             load_decoder,
-            *(folder, spec, dtype, device),
+            folder,
+            spec,
+            dtype,
+            device,
             weights=plan.weights,
             num_positions=longest,
             attention=_attention_needs(config, spec, geometry),
@@ -162,14 +165,12 @@ def build_engine(
     images = HostImages(slab)
     tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)
     loader = AdapterLoader(
-        *(
-            open_blobs(config.registry, config.server.data_dir),
-            images,
-            base,
-            geometry,
-            dtype,
-            tables.max_rank,
-        ),
+        open_blobs(config.registry, config.server.data_dir),
+        images,
+        base,
+        geometry,
+        dtype,
+        tables.max_rank,
         max_pages=pool.capacity - geometry.num_groups,
         pause=pace.pause,
     )
@@ -278,7 +279,8 @@ def _runner(
     Raises:
         ConfigError: The device has too little memory for the largest step.
     """
-    arena, device = lora.arena, lora.arena.device
+    arena = lora.arena
+    device = lora.arena.device
     sampler = Sampler(kernels_for(device, torch.float32), limits.eos_token_ids)
     programs = None
     if runs_beside_host(device):

@@ -247,7 +247,8 @@ class _Run:
         completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
         if delta.finish_reason is None:
             return False
-        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+        completion.finish_reason = delta.finish_reason
+        completion.stop_reason = delta.stop_reason
         del self.streams[output.request_id]
         return output.finish_reason is None
 

@@ -84,7 +84,8 @@ def attend(
     """
     q, k, v = split_heads(qkv, kv)
     if norms is not None:
-        q, k = rows_cpu.rms_norm(q, norms.q, norms.eps), rows_cpu.rms_norm(k, norms.k, norms.eps)
+        q = rows_cpu.rms_norm(q, norms.q, norms.eps)
+        k = rows_cpu.rms_norm(k, norms.k, norms.eps)
     rows_cpu.rope(q, k, *rotation.factors())
     rows_cpu.kv_write(k, v, kv, slot_mapping)
     return paged_attention(q, kv, batch, scale).flatten(1)
@@ -96,7 +97,8 @@ def split_heads(qkv: Tensor, kv: KvLayer) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: Its shape or stride does not fit.
     """
-    num_kv_heads, head_dim = kv.k.shape[1], kv.k.shape[3]
+    num_kv_heads = kv.k.shape[1]
+    head_dim = kv.k.shape[3]
     group_width = num_kv_heads * head_dim
     fits = qkv.dim() == 2 and qkv.shape[1] % group_width == 0 and qkv.shape[1] >= 3 * group_width
     expect_that("qkv", fits, f"[T, (Hq + {2 * num_kv_heads}) * {head_dim}]", list(qkv.shape))

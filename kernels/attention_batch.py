@@ -260,7 +260,10 @@ class AttentionBatch:
         ]
         parts = (
             np.append(self.block_table.numpy(), np.int32(0)),  # never empty
-            *(items, requests * width, lens, chunk_tiles(chunks, group).reshape(-1)),
+            items,
+            requests * width,
+            lens,
+            chunk_tiles(chunks, group).reshape(-1),
         )
         block_table, item_rows, item_tables, item_lens, tiles = _to_device(
             np.concatenate(parts).astype(np.int32), self.device

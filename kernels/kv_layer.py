@@ -71,7 +71,9 @@ class KvLayer:
         Raises:
             ValueError: A shape, dtype, device or stride does not fit.
         """
-        k, v, stored = self.k, self.v, dtype if self.scales is None else torch.int8
+        k = self.k
+        v = self.v
+        stored = dtype if self.scales is None else torch.int8
         expect("k_pages", k, shape, stored, device)
         expect("v_pages", v, k.shape, stored, device)
         expect_that("k_pages", k.stride(3) == 1, "consecutive elements", k.stride())

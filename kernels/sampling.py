@@ -111,7 +111,8 @@ def edit_arrays(rows: Sequence[RowEdits], vocab_size: int) -> list[np.ndarray]:
         allowed_rows: [R], int64: rows of which only some tokens stay.
     """
     nowhere = np.empty(0, dtype=np.int64)
-    places, penalties = [nowhere], [np.empty((2, 0), dtype=np.float32)]
+    places = [nowhere]
+    penalties = [np.empty((2, 0), dtype=np.float32)]
     for row in rows:
         tokens, counts = np.unique(
             np.asarray(row.output_token_ids, dtype=np.int64), return_counts=True
@@ -132,12 +133,12 @@ def edit_arrays(rows: Sequence[RowEdits], vocab_size: int) -> list[np.ndarray]:
         row.row * vocab_size + np.array(row.allowed_token_ids, dtype=np.int64) for row in limited
     )
     return [
-        *(np.concatenate(places), np.concatenate(penalties, axis=1)),
-        *(np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)),
-        *(
-            np.concatenate((nowhere, *allowed)),
-            np.array([row.row for row in limited], dtype=np.int64),
-        ),
+        np.concatenate(places),
+        np.concatenate(penalties, axis=1),
+        np.array(list(bias), dtype=np.int64),
+        np.array(list(bias.values()), dtype=np.float32),
+        np.concatenate((nowhere, *allowed)),
+        np.array([row.row for row in limited], dtype=np.int64),
     ]
 
 
@@ -157,7 +158,8 @@ def apply_edits(logits: Tensor, edits: Sequence[Tensor]) -> None:
     places, penalties, bias_places, bias, allowed_places, allowed_rows = edits
     flat = logits.view(-1)
     if places.numel():
-        seen, (repetition, subtract) = flat[places], penalties
+        seen = flat[places]
+        repetition, subtract = penalties
         flat[places] = torch.where(seen > 0, seen / repetition, seen * repetition) - subtract
     if bias_places.numel():
         flat[bias_places] += bias

@@ -118,7 +118,8 @@ def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -
     for name in ("offsets", "ranks", "scalings"):
         tensor = getattr(tables, name)
         expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
-    first, last = site.modules[0], site.modules[-1]
+    first = site.modules[0]
+    last = site.modules[-1]
     expect_that(
         "site.modules",
         site.modules == tuple(range(first, last + 1)) and first >= 0 and last < modules,

@@ -15,7 +15,8 @@ GROUP = 32
 """Inputs that share a scale in int4."""
 UNIT = 4
 """Inputs whose codes lie together: what one lane of an instruction multiplies and adds up."""
-INT8_PANEL, INT4_PANEL = 64, 32
+INT8_PANEL = 64
+INT4_PANEL = 32
 """Outputs of a panel."""
 INT8_INPUTS = 64
 """Inputs come in multiples of so many: a row of a tile of AMX."""

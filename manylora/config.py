@@ -54,7 +54,8 @@ def _require(ok: bool, setting: str, expected: str, got: object) -> None:
 def _check_choices(section: str, settings: object, **choices: object) -> None:
     """Refuse what is not one of the strings of a literal type."""
     for name, type_ in choices.items():
-        value, (*others, last) = getattr(settings, name), get_args(type_)
+        value = getattr(settings, name)
+        *others, last = get_args(type_)
         _require(
             value in (*others, last), f"{section}.{name}", f"{', '.join(others)} or {last}", value
         )
@@ -287,7 +288,8 @@ class ServerConfig:
             "server", self, max_logprobs=(0, 100), max_stops=(1, 1024), drain_s=(0, math.inf)
         )
         _check_choices("server", self, role=ServerRole, auth=Auth, metrics_aliases=MetricsAliases)
-        url, is_everywhere = self.advertised_url, self.host in ("0.0.0.0", "::")  # noqa: S104 - refused
+        url = self.advertised_url
+        is_everywhere = self.host in ("0.0.0.0", "::")  # noqa: S104 - refused
         is_own = (
             _is_server_url(url)
             if url is not None

@@ -88,7 +88,8 @@ def loads(raw: bytes | str) -> Any:  # noqa: ANN401 - whatever the document hold
 
 
 def _check_levels(value: object) -> None:
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
         if depth > MAX_DEPTH:

@@ -47,7 +47,8 @@ class BlockTable:
         num_groups = self._geometry.num_groups
         if len(pages) % num_groups:
             raise ValueError(f"a block is {num_groups} pages, got {len(pages)} pages")
-        first, end = self.num_blocks, self.num_blocks + len(pages) // num_groups
+        first = self.num_blocks
+        end = self.num_blocks + len(pages) // num_groups
         if end > self._room.shape[1]:
             room = np.zeros((num_groups, max(end, 2 * self._room.shape[1])), dtype=np.int32)
             room[:, :first] = self._room[:, :first]

@@ -61,7 +61,8 @@ class TokenChain:
     def copy(self) -> TokenChain:
         """A chain with the same blocks, to be extended by other tokens."""
         chain = TokenChain(self._last, self._block_tokens)
-        chain.digests, chain.blocks = list(self.digests), list(self.blocks)
+        chain.digests = list(self.digests)
+        chain.blocks = list(self.blocks)
         return chain
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -206,7 +207,8 @@ class PrefixCache:
             The cached block. If its pages are not those given, the same content was there already and the caller's
             pages are still the caller's. None if another content has that name: nothing was cached.
         """
-        digest, tokens = chain.digests[index], chain.blocks[index]
+        digest = chain.digests[index]
+        tokens = chain.blocks[index]
         block = self._blocks.get(digest)
         if block is None:
             depth = 0 if parent is None else parent.depth + 1

@@ -72,21 +72,27 @@ class File:
 
 
 def parallel_assignments(file: File) -> Iterator[Place]:
-    """Find `a, b = x, y` where the values do not use what is assigned: an exchange like `a, b = b, a` does."""
+    """Find `a, b = x, y`; in an exchange like `a, b = b, a`, a value uses what another one is assigned to."""
     for node in ast.walk(file.tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
-        if any(isinstance(each, ast.Starred) for each in node.value.elts):
-            continue
-        targets = [each for each in node.targets if isinstance(each, ast.Tuple)]
-        assigned = {ast.unparse(name) for target in targets for name in target.elts}
-        used = {
-            ast.unparse(part)
-            for part in ast.walk(node.value)
-            if isinstance(part, ast.Name | ast.Attribute | ast.Subscript)
-        }
-        if targets and not assigned & used:
-            yield node.lineno, ast.unparse(node)
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and not _is_exchange(target.elts, node.value.elts):
+                yield node.lineno, ast.unparse(node)
+                break
+
+
+def _is_exchange(targets: list[ast.expr], values: list[ast.expr]) -> bool:
+    if any(isinstance(each, ast.Starred) for each in values):
+        return True
+    assigned = [ast.unparse(target) for target in targets]
+    used = [{ast.unparse(part) for part in ast.walk(value)} for value in values]
+    return any(
+        name in names
+        for place, name in enumerate(assigned)
+        for other, names in enumerate(used)
+        if place != other
+    )
 
 
 def spread_literals(file: File) -> Iterator[Place]:
@@ -107,7 +113,7 @@ def hanging_docstrings(file: File) -> Iterator[Place]:
 
 
 def vague_numbers(file: File) -> Iterator[Place]:
-    """Find "so many" and "so long" where a number is meant."""
+    """Find sentences that speak of a number without saying it."""
     texts = [*file.docstrings(), *file.comments()]
     return ((line, text) for line, text in texts if VAGUE_NUMBER.search(text))
 
@@ -148,8 +154,8 @@ class Rule:
 
 
 RULES = (
-    Rule("parallel assignments of unrelated values", parallel_assignments, 533),
-    Rule("literals spread where their elements could stand", spread_literals, 85),
+    Rule("parallel assignments of unrelated values", parallel_assignments, 378),
+    Rule("literals spread where their elements could stand", spread_literals, 23),
     Rule("docstrings that begin with What, Whether or How", question_docstrings, 599),
     Rule("docstrings that hang on the line above", hanging_docstrings, 128),
     Rule('"so many", "so long" for a number', vague_numbers, 95),

@@ -29,7 +29,14 @@ def lines(lint: Any, rule: str, source: str, path: str = "engine/example.py") ->
 
 
 @pytest.mark.parametrize(
-    "source", ["a, b = x, y", "self.a, b = 1, f()", "a, (b, c) = x, f()", "a = b, c = x, y"]
+    "source",
+    [
+        "a, b = x, y",
+        "self.a, b = 1, f()",
+        "a, (b, c) = x, f()",
+        "a = b, c = x, y",
+        "a, b = x, g(b)",
+    ],
 )
 def test_parallel_assignments_of_unrelated_values_are_found(lint: Any, source: str) -> None:
     assert lines(lint, "parallel_assignments", source) == [1]

@@ -51,7 +51,8 @@ class LoraFields:
         """
         default = Counter(ranks.values()).most_common(1)[0][0] if self.rank is None else self.rank
         alpha = self.alpha if self.scale is None else self.scale * default
-        rank_pattern, alpha_pattern = dict(self.rank_pattern), dict(self.alpha_pattern)
+        rank_pattern = dict(self.rank_pattern)
+        alpha_pattern = dict(self.alpha_pattern)
         if self.rank is None or not self.rank_keys.are_literal:
             of_config = {path: self.rank_of(path)[0] for path in ranks}
             all_ranks = {

@@ -50,7 +50,9 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
     ):
         message = "lora_parameters must give rank and scale."
         refuse("config.field_missing", message, "lora_parameters", _AS_WRITTEN)
-    rank, scale, alpha = parameters["rank"], parameters["scale"], parameters.get("alpha")
+    rank = parameters["rank"]
+    scale = parameters["scale"]
+    alpha = parameters.get("alpha")
     if "fine_tune_type" not in config and alpha not in (None, rank):
         # mlx-lm multiplied with scale * alpha / rank once, and left alpha unused before it wrote fine_tune_type.
         message = (

@@ -244,7 +244,8 @@ def _check_field(name: str, value: object) -> None:
 
 
 def _check_initialisation(value: object) -> None:
-    field, name = "init_lora_weights", value.lower() if isinstance(value, str) else ""
+    field = "init_lora_weights"
+    name = value.lower() if isinstance(value, str) else ""
     if value is None or isinstance(value, bool) or name in peft_fields.INITIALISATIONS:
         return
     if name.startswith(peft_fields.BASE_CHANGING_INITIALISATIONS):
@@ -273,7 +274,8 @@ def _check_auto_mapping(value: object) -> None:
         "parent_library",
         "unsloth_fixed",
     }:
-        class_name, module = value.get("base_model_class"), value.get("parent_library")
+        class_name = value.get("base_model_class")
+        module = value.get("parent_library")
         if (
             isinstance(class_name, str)
             and isinstance(module, str)
@@ -337,10 +339,12 @@ def _matcher(name: str, key: str) -> Matcher | None:
     try:
         return matcher(key)
     except InvalidKeyError as error:
-        message, hint = _wrong_key(name, key, error), "PEFT cannot load it either: correct the key."
+        message = _wrong_key(name, key, error)
+        hint = "PEFT cannot load it either: correct the key."
         refuse("config.pattern_invalid", message, named(f"{name}[{key}]"), hint)
     except UnsupportedKeyError as error:
-        message, hint = _wrong_key(name, key, error), "Name the modules in a simpler way."
+        message = _wrong_key(name, key, error)
+        hint = "Name the modules in a simpler way."
         refuse_unsupported("config.pattern_unsupported", message, named(f"{name}[{key}]"), hint)
 
 

@@ -280,7 +280,8 @@ def _check_rank_limit(fields: LoraFields, tensor: LoraTensor, rank: int, max_ran
 
 def _check_written_path(fields: LoraFields, tensor: LoraTensor, rank: int) -> None:
     """Refuse patterns that mean something else on the wrapped model that was trained."""
-    path, written = tensor.path, tensor.name.written
+    path = tensor.path
+    written = tensor.name.written
     if written == path:
         return
     of_rank = fields.rank_of(path)[0] == fields.rank_of(written)[0]
@@ -372,7 +373,8 @@ def _pair(
 def _partner(placed: Mapping[TensorPlace, LoraTensor], place: TensorPlace) -> LoraTensor:
     other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
     if other is None:
-        name, missing = placed[place].entry.name, "lora_B" if place.part == "a" else "lora_A"
+        name = placed[place].entry.name
+        missing = "lora_B" if place.part == "a" else "lora_A"
         message = f"Tensor {name} has no partner: its {missing} is not in the file, and each module needs both."
         hint = "Save the adapter again with PEFT's save_pretrained, which writes both."
         refuse("weights.pair_incomplete", message, name, hint)
@@ -385,7 +387,8 @@ def _width(tensor: LoraTensor) -> int:
 
 def _check_shape(lora: LoraTensor, rank: int, width: int) -> None:
     tensor, name = lora
-    got_rank, got_width = tensor.shape[name.rank_axis], _width(lora)
+    got_rank = tensor.shape[name.rank_axis]
+    got_width = _width(lora)
     if (got_rank, got_width) == (rank, width):
         return
     got = list(tensor.shape)

@@ -186,15 +186,15 @@ def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
             f"Tensor {name} must have exactly dtype, shape and data_offsets.",
             param=name,
         )
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    dtype = fields["dtype"]
+    shape = fields["shape"]
+    offsets = fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         message = (
             f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}."
         )
-        code, hint = (
-            "weights.dtype_unsupported",
-            "Cast the adapter to float16, bfloat16 or float32 before saving it.",
-        )
+        code = "weights.dtype_unsupported"
+        hint = "Cast the adapter to float16, bfloat16 or float32 before saving it."
         findings.note(AdapterIncompatibleError(message, code=code, param=name, hint=hint))
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         expected = f"at most {MAX_DIMENSIONS} whole numbers from 0"

@@ -164,7 +164,8 @@ class TensorNames:
                     is_renamed = plain != name or adapter is not None or found["stem"] != self._stem
                     written = name.rpartition(".lora_")[0].removeprefix(_ROOT)
                     return TensorName(place, layout, found["stem"], written, adapter, is_renamed)
-        message, code = f"Tensor {name} is not allowed in an adapter.", "weights.tensor_not_allowed"
+        message = f"Tensor {name} is not allowed in an adapter."
+        code = "weights.tensor_not_allowed"
         raise AdapterIncompatibleError(message, code=code, param=name, hint=self._hint(name))
 
     def _hint(self, name: str) -> str:

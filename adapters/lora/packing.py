@@ -101,7 +101,8 @@ class Packing:
         runs: Mapping[tuple[int, int, int], Sequence[_Run]],
         base: BaseShape,
     ) -> _Read:
-        start, dtype = tensors[0].entry.start, _SOURCE_DTYPES[tensors[0].entry.dtype]
+        start = tensors[0].entry.start
+        dtype = _SOURCE_DTYPES[tensors[0].entry.dtype]
         moves: list[_Move] = []
         for entry, name in tensors:
             part = PART_A if name.place.part == "a" else PART_B

@@ -40,7 +40,8 @@ class PagedLora:
         self.tables = tables
         self.slot_tables = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
         kernels = kernels or kernels_for(arena.device, arena.dtype)
-        self.sgmv, self.shrink = kernels.sgmv, kernels.shrink
+        self.sgmv = kernels.sgmv
+        self.shrink = kernels.shrink
         self.side = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where shrinks of small steps run; None has them run in order."""
         self.sites = [

@@ -60,7 +60,8 @@ def fill_tiles(
     out[0, :live] = np.repeat(slots[firsts], counts)
     out[1, :live] = np.repeat(firsts, counts) + offsets
     out[2, :live] = np.minimum(np.repeat(lengths, counts) - offsets, rows_per_tile)
-    out[0, live:], out[1:, live:] = -1, 0
+    out[0, live:] = -1
+    out[1:, live:] = 0
     return live
 
 

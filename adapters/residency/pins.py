@@ -95,7 +95,8 @@ class Pins:
                 self._num_kept += 1
                 self._kept_pages += entry.num_pages
             if entry.is_kept != is_kept or entry.evict_last == is_kept:
-                entry.is_kept, entry.evict_last = is_kept, not is_kept
+                entry.is_kept = is_kept
+                entry.evict_last = not is_kept
                 changed.append(entry)
         return changed
 

@@ -499,7 +499,8 @@ class Residency:
         )
         if pages is None:
             raise PageAccountingError("room that was made for an adapter is not there")
-        entry.pages, entry.lease = pages, lease
+        entry.pages = pages
+        entry.lease = lease
         self.entries.advance(entry, Stage.COPYING)
         self.entries.count_held(entry)
         is_small = self._copied_pages + len(pages) <= self.copier.pages_at_once

@@ -85,7 +85,8 @@ def build_batch(
 def _attention(
     step: PackedStep, chunks: Sequence[Chunk], geometry: PageGeometry, device: torch.device
 ) -> tuple[AttentionBatch, ...]:
-    lengths, contexts = step.lengths.tolist(), (step.starts + step.lengths).tolist()
+    lengths = step.lengths.tolist()
+    contexts = (step.starts + step.lengths).tolist()
     return tuple(
         AttentionBatch.build(
             [chunk.block_table[group] for chunk in chunks],

@@ -34,7 +34,8 @@ MAX_TOKENS = 128
 TOKENS_BUDGET_S = 0.3
 """The measured chunk is as long as this allows, by the time of the warm-up."""
 DECODE_ROWS = 16
-SHORT_CONTEXT, LONG_CONTEXT = 16, 256
+SHORT_CONTEXT = 16
+LONG_CONTEXT = 256
 """Tokens of context in the two decode steps whose difference is the price of context."""
 
 

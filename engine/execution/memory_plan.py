@@ -109,7 +109,8 @@ def plan_memory(
     left = max(free.device - fixed_bytes, 0)
 
     # More pages may hold more adapters, whose tables leave fewer pages: room is kept for the tables of a pool of all.
-    row_bytes, asked_slots = slot_bytes(base, config.adapter.max_rank), config.adapter.slots
+    row_bytes = slot_bytes(base, config.adapter.max_rank)
+    asked_slots = config.adapter.slots
     largest_tables = (asked_slots or _slots(left, row_bytes, base, geometry)) * row_bytes
     arena_default = min(MAX_CPU_ARENA_BYTES, left // 4) if on_cpu else max(left - largest_tables, 0)
     arena_bytes = _whole_pages(_wanted_bytes(config.memory.gib, arena_default), geometry)
@@ -229,10 +230,8 @@ def _reserved(
     row = (
         4 * spec.hidden_size + attention + 3 * spec.intermediate_size
     )  # gate, up, and their product
-    max_running, longest = (
-        config.scheduler.max_running,
-        config.model.max_model_len or spec.max_positions,
-    )
+    max_running = config.scheduler.max_running
+    longest = config.model.max_model_len or spec.max_positions
     logits = max(max_running, LOGPROB_ROWS) * spec.vocab_size * (dtype_bytes + 4 * LOGIT_COPIES)
     partials = (
         max_running
@@ -284,17 +283,16 @@ def _slots(arena_bytes: int, row_bytes: int, base: BaseShape, geometry: PageGeom
     small_bytes = (
         adapter_pages(_ranks(base, SMALL_RANK, SMALL_MODULES), base, geometry) * geometry.page_bytes
     )
-    small, affordable = (
-        (arena_bytes - geometry.page_bytes) // small_bytes,
-        arena_bytes // TABLE_DIVISOR // row_bytes,
-    )
+    small = (arena_bytes - geometry.page_bytes) // small_bytes
+    affordable = arena_bytes // TABLE_DIVISOR // row_bytes
     return min(max(min(small, affordable), MIN_SLOTS), MAX_SLOTS)
 
 
 def _free_host_bytes() -> int:
     free = _meminfo_available()
     for limit_file, used_file in _CGROUP_FILES:
-        limit, used = _whole_number(limit_file), _whole_number(used_file)
+        limit = _whole_number(limit_file)
+        used = _whole_number(used_file)
         if limit is not None and used is not None:
             free = min(free, max(limit - used, 0))
     return free

@@ -115,7 +115,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
-        self._kv, self._programs = KvViews((), ()), None
+        self._kv = KvViews((), ())
+        self._programs = None
         self._slab.close()
 
     def _launch_batch(self, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
@@ -258,7 +259,8 @@ class ModelRunner:
         Returns:
             What to wait for before host pages are used by anybody else; None when they can be at once.
         """
-        device, host = self._arena.bytes, self._slab.pages
+        device = self._arena.bytes
+        host = self._slab.pages
         for move in plan.swap_out:
             host[move.host_page].copy_(device[move.device_page], non_blocking=self._is_gpu)
         if zero is None:

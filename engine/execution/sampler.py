@@ -262,7 +262,8 @@ class Sampler:
         return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
 
     def _edits(self, row: int, spec: SampleSpec) -> RowEdits:
-        params, bias = spec.params, spec.params.logit_bias
+        params = spec.params
+        bias = spec.params.logit_bias
         held_back = (
             (*self._eos_token_ids, *params.stop_token_ids)
             if spec.output_index < params.min_tokens

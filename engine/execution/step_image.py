@@ -79,7 +79,8 @@ class StepImages:
         Raises:
             ValueError: The image has no room for them.
         """
-        start, end = self._end, self._end + numbers.nbytes
+        start = self._end
+        end = self._end + numbers.nbytes
         if end > len(self.device):
             raise ValueError(
                 f"a step has {end} bytes of numbers, its image has room for {len(self.device)}"

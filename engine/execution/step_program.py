@@ -95,7 +95,8 @@ class StepDevice:
     """Query heads that share a KV head."""
 
     def __post_init__(self) -> None:
-        geometry, device = self.arena.geometry, self.arena.device
+        geometry = self.arena.geometry
+        device = self.arena.device
         spec = self.decoder.spec
         self.windows = sorted({window or 0 for window in spec.sliding_windows})
         self.kv = KvViews.of(self.arena, spec.sliding_windows)
@@ -154,7 +155,8 @@ class StepProgram:
     def __init__(self, device: StepDevice, shape: StepShape) -> None:
         self.shape = shape
         self._device = device
-        geometry, images = device.arena.geometry, device.images
+        geometry = device.arena.geometry
+        images = device.images
         self._layout = shape.layout(geometry.num_groups, device.windows)
         fields = self._layout.on_device(images.device)
         self._attention = [
@@ -179,7 +181,8 @@ class StepProgram:
         )
         self._lora = None
         if shape.lora_tiles:
-            tiles, is_small = fields["lora_tiles"], shape.rows <= SIDE_ROWS
+            tiles = fields["lora_tiles"]
+            is_small = shape.rows <= SIDE_ROWS
             self._lora = device.lora.static_step(tiles, shape.lora_tile_rows, is_small=is_small)
         self._sample_rows = fields["sample_rows"]
         self.columns = SamplingColumns(fields["sampling"])
@@ -218,7 +221,8 @@ class StepProgram:
         """
         if step.num_rows and step.positions.max() >= self._device.max_model_len:
             raise EngineError(f"a row sees more than {self._device.max_model_len} tokens")
-        images, sampler = self._device.images, self._device.sampler
+        images = self._device.images
+        sampler = self._device.sampler
         fields = images.begin(self._layout)
         self._fill(fields, step)
         if not self.shape.is_decode:
@@ -248,7 +252,9 @@ class StepProgram:
 
     def run(self) -> None:
         """Compute the step that was loaded, and start to copy what it chose to the host."""
-        device, sampler, loaded = self._device, self._device.sampler, self._loaded
+        device = self._device
+        sampler = self._device.sampler
+        loaded = self._loaded
         forward, sample = self._replays or (self._forward, self._sample)
         forward()
         masks = loaded.masks() if loaded.masks is not None else None

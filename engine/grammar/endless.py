@@ -117,7 +117,8 @@ def _first_items(schema: Mapping[str, Any]) -> Iterator[Place]:
     """Places of the members that every array has."""
     is_old = isinstance(schema.get("items"), list)
     first, rest = ("items", "additionalItems") if is_old else ("prefixItems", "items")
-    num_first, num_needed = len(schema.get(first, ())), schema.get("minItems", 0)
+    num_first = len(schema.get(first, ()))
+    num_needed = schema.get("minItems", 0)
     yield from ((first, str(index)) for index in range(min(num_first, num_needed)))
     if num_needed > num_first and rest in schema:
         yield (rest,)

@@ -72,7 +72,8 @@ def with_schemas_read(lark: str) -> str:
         InvalidRequestError: One of them is no schema, or cannot be held to.
     """
     rules: dict[str, str] = {}
-    parts, end = [], 0
+    parts = []
+    end = 0
     for index, found in enumerate(_IN_LARK.finditer(lark)):
         if found.start() < end:
             continue  # inside a schema

@@ -64,7 +64,8 @@ class Masks:
             self._thread.shutdown()
 
     def _fill(self, matchers: Sequence[tuple[int, Matcher]]) -> StepMasks:
-        num_rows, num_words = len(matchers), matchers[0][1].num_words
+        num_rows = len(matchers)
+        num_words = matchers[0][1].num_words
         if len(self._bits) < num_rows or self._bits.shape[1] != num_words:
             self._bits = np.zeros((num_rows, num_words), dtype=np.int32)
         bits = self._bits[:num_rows]
@@ -93,7 +94,8 @@ class Masks:
         if self._executor is None:
             self._executor = LLExecutor(1)
         jobs = [(matcher.parser, row) for row, (_, matcher) in enumerate(matchers)]
-        started_s, was_slow = time.perf_counter(), self._was_slow
+        started_s = time.perf_counter()
+        was_slow = self._was_slow
         if not was_slow:
             try:
                 self._executor.unsafe_compute_mask_ptr(

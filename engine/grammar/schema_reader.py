@@ -54,18 +54,18 @@ _RULES = frozenset(
 )
 _NOTES = frozenset(
     {
-        *(
-            "title",
-            "description",
-            "default",
-            "example",
-            "examples",
-            "deprecated",
-            "readOnly",
-            "writeOnly",
-            "$comment",
-        ),
-        *("discriminator", "contentEncoding", "contentMediaType"),
+        "title",
+        "description",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "discriminator",
+        "contentEncoding",
+        "contentMediaType",
     }
 )
 """Keywords that change nothing; as are all that begin with `x-`."""
@@ -240,7 +240,8 @@ def num_remainders(value: object) -> int:
 
 def _is_exact_decimal(value: object) -> bool:
     """True if a number stays exact where llguidance makes it whole by floats: 0.07 does not."""
-    scaled, decimals = float(str(value)), 0
+    scaled = float(str(value))
+    decimals = 0
     while scaled % 1:
         scaled *= 10
         decimals += 1

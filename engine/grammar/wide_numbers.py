@@ -388,7 +388,8 @@ class WideNumbers:
     def _array(self, own: Mapping[str, Any], place: Place) -> str:
         is_old = isinstance(own.get("items"), list)
         first, rest = ("items", "additionalItems") if is_old else ("prefixItems", "items")
-        least, most = own.get("minItems", 0), own.get("maxItems", math.inf)
+        least = own.get("minItems", 0)
+        most = own.get("maxItems", math.inf)
         items = [
             self._value(each, (*place, first, str(index)))
             for index, each in enumerate(own.get(first, ()))
@@ -524,11 +525,13 @@ def _whole_numbers(low: int | None, high: int | None) -> str:
 
 def _digits(low: int, high: int | None) -> str:
     """A regular expression for the whole numbers from `low`, which is not negative, to `high`."""
-    first, last = str(low), "" if high is None else str(high)
+    first = str(low)
+    last = "" if high is None else str(high)
     if len(first) == len(last):
         return "|".join(_between(first, last))
     longer = [] if high is None else list(_between("1" + "0" * (len(last) - 1), last))
-    shortest, longest = len(first) + 1, "" if high is None else len(last) - 1
+    shortest = len(first) + 1
+    longest = "" if high is None else len(last) - 1
     if high is None or shortest <= int(longest):
         longer.append(f"[1-9][0-9]{{{shortest - 1},{'' if high is None else int(longest) - 1}}}")
     return "|".join([*_between(first, "9" * len(first)), *longer])
@@ -543,10 +546,12 @@ def _between(low: str, high: str) -> Iterator[str]:
         yield from (low[0] + rest for rest in _between(low[1:], high[1:]))
         return
     size = len(low) - 1
-    is_low_whole, is_high_whole = low[1:] == "0" * size, high[1:] == "9" * size
+    is_low_whole = low[1:] == "0" * size
+    is_high_whole = high[1:] == "9" * size
     if not is_low_whole:
         yield from (low[0] + rest for rest in _between(low[1:], "9" * size))
-    start, end = int(low[0]) + (not is_low_whole), int(high[0]) - (not is_high_whole)
+    start = int(low[0]) + (not is_low_whole)
+    end = int(high[0]) - (not is_high_whole)
     if start <= end:
         yield f"[{start}-{end}]" + (f"[0-9]{{{size}}}" if size else "")
     if not is_high_whole:

@@ -11,7 +11,8 @@ from manylora.errors import ConfigError
 T = TypeVar("T")
 MAX_INTEGER = 1 << 31
 """Largest whole number that a config may hold; no size of a model comes near."""
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e15
+MIN_NUMBER = 1e-30
+MAX_NUMBER = 1e15
 HARMLESS_PREFIXES = ("_", "unsloth")
 """Keys with these prefixes are notes of tools."""
 

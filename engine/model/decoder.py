@@ -160,14 +160,14 @@ class Decoder:
         group = step.kv.groups[index]
         qkv, delta = _project(step.lora, index, QKV, layer.qkv, x)
         seen = self._kernels.attend(
-            *(
-                qkv,
-                layer.head_norms,
-                step.rotation,
-                step.kv.layers[index],
-                step.rows.slot_mapping[group],
-            ),
-            *(step.rows.attention[group], self._scale, *delta),
+            qkv,
+            layer.head_norms,
+            step.rotation,
+            step.kv.layers[index],
+            step.rows.slot_mapping[group],
+            step.rows.attention[group],
+            self._scale,
+            *delta,
         )
         return _project(step.lora, index, OUT, layer.o, seen)
 

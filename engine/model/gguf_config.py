@@ -114,11 +114,10 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         for name, value in given.items()
         if name.startswith(f"{arch}.")
     }
-    fields, tensors = (
-        ConfigFields(own, prefix=f"{arch}."),
-        {tensor.name: tensor for tensor in reader.tensors},
-    )
-    num_heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    fields = ConfigFields(own, prefix=f"{arch}.")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    num_heads = fields.integer("attention.head_count")
+    hidden = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         fields.require(key, head_dim, default=head_dim)

@@ -65,7 +65,8 @@ def read_quantisation(given: dict[str, Any], recipe: str = "") -> Quantisation:
 
 
 def _compressed_tensors(fields: ConfigFields) -> Quantisation:
-    groups, usual = fields.within("config_groups"), fields.text("format")
+    groups = fields.within("config_groups")
+    usual = fields.text("format")
     found = {_scheme(groups.within(name), usual) for name in fields.nested("config_groups")}
     if len(found) != 1:
         raise fields.error(
@@ -76,8 +77,10 @@ def _compressed_tensors(fields: ConfigFields) -> Quantisation:
 
 
 def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
-    weights, stored = group.within("weights"), group.text("format") or usual
-    bits, is_float = weights.integer("num_bits", 8), weights.text("type") == "float"
+    weights = group.within("weights")
+    stored = group.text("format") or usual
+    bits = weights.integer("num_bits", 8)
+    is_float = weights.text("type") == "float"
     layout: Layout = "scaled"
     if stored == "pack-quantized" and not is_float and bits in (4, 8):
         layout = "packed"

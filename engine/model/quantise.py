@@ -29,7 +29,8 @@ from manylora.errors import ConfigError
 TargetFormat = Literal["int8", "int4", "q3.5"]
 Errors = dict[str, list[float]]
 """By module path: the relative error of its weight in each layer, ||W' - W|| / ||W||."""
-INT8_MOST, INT4_MOST = 127, 15
+INT8_MOST = 127
+INT4_MOST = 15
 GROUP_SIZES = (128, 64, 32, 16)
 RECIPE = "# manylora quantize: weights are rounded to the nearest level. No scale is folded into other layers.\n"
 
@@ -148,10 +149,8 @@ def _config(spec: DecoderSpec, target: TargetFormat) -> dict[str, Any]:
         return {"quant_method": "manylora", "format": "q3.5"}
     inputs = None
     if target == "int8":
-        storage, weights = (
-            "int-quantized",
-            {"num_bits": 8, "strategy": "channel", "symmetric": True},
-        )
+        storage = "int-quantized"
+        weights = {"num_bits": 8, "strategy": "channel", "symmetric": True}
         inputs = {
             "num_bits": 8,
             "type": "int",
@@ -198,7 +197,8 @@ def _int4(
 ) -> dict[str, torch.Tensor]:
     size = quantisation.block[1] if quantisation.block else weight.shape[1]
     groups = weight.view(len(weight), -1, size)
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    low = groups.amin(-1).clamp(max=0)
+    high = groups.amax(-1).clamp(min=0)
     scale = _scale((high - low) / INT4_MOST, dtype)
     zero = (-low / scale.float()).round().clamp(0, INT4_MOST)
     values = (

@@ -60,10 +60,13 @@ def _yarn(spec: RopeSpec, head_dim: int) -> torch.Tensor:
         ratio = spec.original_positions / (num_turns * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
 
-    low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    low = pair_with(spec.beta_fast)
+    high = pair_with(spec.beta_slow)
     if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a ramp of no width would divide by zero
 

@@ -52,7 +52,8 @@ def rope_spec(fields: ConfigFields, max_positions: int) -> RopeSpec:
     Raises:
         ConfigError: The kind is not served, or one of its keys is missing or not understood.
     """
-    newer, older = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    newer = fields.nested("rope_parameters")
+    older = fields.nested("rope_scaling")
     key = "rope_scaling" if older else "rope_parameters"
     theta = fields.optional_number("rope_theta") or DEFAULT_THETA
     original = fields.integer("original_max_position_embeddings", 0, minimum=0)
@@ -77,7 +78,8 @@ def _scaled(rope: ConfigFields, kind: RopeKind, theta: float, original: int) -> 
         return RopeSpec(theta=theta)
     spec = RopeSpec(kind=kind, theta=theta, factor=rope.number("factor"))
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        low = rope.number("low_freq_factor")
+        high = rope.number("high_freq_factor")
         if low >= high:
             raise rope.error(
                 "high_freq_factor", f"expected more than low_freq_factor {low:g}, got {high:g}"
@@ -106,7 +108,8 @@ def _scaled(rope: ConfigFields, kind: RopeKind, theta: float, original: int) -> 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
     """YaRN (arXiv:2309.00071), section 3.4: attention grows a little sharper with the context."""
     given = rope.optional_number("attention_factor")
-    mscale, mscale_all = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+    mscale = rope.optional_number("mscale")
+    mscale_all = rope.optional_number("mscale_all_dim")
     if given is not None:
         return given
 

@@ -146,19 +146,35 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        *("attention_dropout", "hidden_dropout", "initializer_range", "pretraining_tp"),
-        *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
-        *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
-        *(
-            "finetuning_task",
-            "id2label",
-            "label2id",
-            "num_labels",
-            "problem_type",
-            "task_specific_params",
-        ),
-        *("attn_implementation", "chunk_size_feed_forward", "dtype", "torch_dtype", "torchscript"),
-        *("architectures", "model_type", "name_or_path", "tokenizer_class", "transformers_version"),
+        "attention_dropout",
+        "hidden_dropout",
+        "initializer_range",
+        "pretraining_tp",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "torch_dtype",
+        "torchscript",
+        "architectures",
+        "model_type",
+        "name_or_path",
+        "tokenizer_class",
+        "transformers_version",
     }
 )
 """Keys that training, generation settings or bookkeeping left behind. Keys starting with _ or unsloth are such too."""
@@ -293,8 +309,10 @@ def decoder_spec(config: dict[str, Any], recipe: str = "") -> DecoderSpec:
 
 def module_shapes(spec: DecoderSpec) -> tuple[ModuleShape, ...]:
     """The linear layers of one decoder layer, in the order of `MODULE_PATHS`."""
-    hidden, inter = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.q_features, spec.kv_features
+    hidden = spec.hidden_size
+    inter = spec.intermediate_size
+    q = spec.q_features
+    kv = spec.kv_features
     sizes = (
         (hidden, q),
         (hidden, kv),

@@ -14,7 +14,9 @@ from manylora.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
 """Tensors of a checkpoint that are not of a layer."""
 MAX_HEADER_BYTES = 100 << 20
 """Largest header of a safetensors file, as that library bounds it."""

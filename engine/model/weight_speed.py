@@ -30,7 +30,8 @@ def weight_speeds(spec: DecoderSpec, dtype: torch.dtype) -> dict[WeightFormat, t
 
     def seconds(linear: Linear, rows: int) -> float:
         """Of one parameter, in the best run: others slow a machine down, nothing makes it faster."""
-        x, found = torch.randn(rows, weight.shape[1]).to(dtype), []
+        x = torch.randn(rows, weight.shape[1]).to(dtype)
+        found = []
         for _ in range(RUNS):
             cache.zero_()
             started_s = time.perf_counter()

@@ -193,7 +193,8 @@ class _Checkpoint:
 
     def _check_part(self, name: str, part: Part) -> None:
         entry = self._files[name].get_slice(name)
-        dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
+        dtype = entry.get_dtype()
+        shape = tuple(entry.get_shape())
         if dtype not in part.dtypes or (part.shapes and shape not in part.shapes):
             kind = "float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
             shapes = " or ".join(str(list(shape)) for shape in part.shapes)
@@ -241,7 +242,8 @@ class _Checkpoint:
 
 
 def _load_layer(checkpoint: _Checkpoint, spec: DecoderSpec, prefix: str) -> DecoderLayer:
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    attention = f"{prefix}self_attn."
+    mlp = f"{prefix}mlp."
     return DecoderLayer(
         input_norm=checkpoint.tensor(f"{prefix}input_layernorm.weight"),
         qkv=checkpoint.linear(attention, ("q_proj", "k_proj", "v_proj"), spec.qkv_bias),

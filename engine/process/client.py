@@ -255,7 +255,8 @@ class EngineClient:
         self._start_s = max(self._clock() - started_s, 1.0)
         self._announce(f"manylora: {first.memory_plan}")
         self._announce(f"manylora: engine ready after {self._start_s:.1f} s")
-        self._connection, self.ready = connection, first.ready
+        self._connection = connection
+        self.ready = first.ready
         for taken in self._taken.values():
             self._tell(taken)
         for ref in self._pinned.values():
@@ -271,10 +272,8 @@ class EngineClient:
         """
         if self._first is None:
             self._first = ready
-            device, dtype = (
-                cast("Device", ready.device.partition(":")[0]),
-                cast("Dtype", ready.dtype),
-            )
+            device = cast("Device", ready.device.partition(":")[0])
+            dtype = cast("Dtype", ready.dtype)
             model = replace(
                 self._config.model, device=device, dtype=dtype, weights=ready.memory.weights
             )
@@ -319,7 +318,10 @@ class EngineClient:
         return delay_s
 
     def _go_down(self, error: EngineUnavailableError) -> None:
-        self._connection, self.ready, self.load, self._down = None, None, None, error
+        self._connection = None
+        self.ready = None
+        self.load = None
+        self._down = error
         for outputs in self._streams.values():
             outputs.put(_copy_of(error))
         for answer in self._queries.values():

@@ -99,7 +99,8 @@ class Heart:
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 
     def _beat(self) -> None:
-        beats, pause = 0, threading.Event()
+        beats = 0
+        pause = threading.Event()
         while True:
             beats += 1
             self._pulse.write(beats, self.turns())

@@ -169,7 +169,8 @@ class EngineConnection:
 
     def _start_process(self) -> None:
         worker = self._worker or start_worker()
-        popen, self._pulse = worker.process, worker.pulse
+        popen = worker.process
+        self._pulse = worker.pulse
         self._popen = popen
         threading.Thread(
             target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True

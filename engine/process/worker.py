@@ -127,7 +127,8 @@ class EngineLoop:
 
     def _tell_load(self) -> None:
         """Send the load every `LOAD_PERIOD_S` while there is work, and once when there is none any more."""
-        has_work, now_s = self.core.has_work(), time.monotonic()
+        has_work = self.core.has_work()
+        now_s = time.monotonic()
         if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
             self._send(messages.Load(self.core.load()))
             self._next_load_s = now_s + LOAD_PERIOD_S
@@ -220,7 +221,8 @@ def main() -> int:
     launch = messages.decode_launch(line)
     heart = Heart(Pulse(launch.pulse_fd))
     heart.start()
-    wakeup, parent_gone = Wakeup(), threading.Event()
+    wakeup = Wakeup()
+    parent_gone = threading.Event()
     threading.Thread(
         target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True
     ).start()

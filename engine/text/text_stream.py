@@ -123,11 +123,9 @@ def prompt_offsets(
     tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool
 ) -> list[int]:
     """Characters of a prompt's text before each of its tokens."""
-    pieces, offsets, num_characters = (
-        Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens),
-        [],
-        0,
-    )
+    pieces = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    offsets = []
+    num_characters = 0
     for token_id in token_ids:
         offsets.append(num_characters + pieces.num_waiting(token_id))
         num_characters += len(pieces.push(token_id))

@@ -141,7 +141,8 @@ class Tokenizer:
             InvalidRequestError: As `encode`.
         """
         encode = self._backend.encode_batch  # which holds no lock meanwhile
-        offsets, end = [0], 0
+        offsets = [0]
+        end = 0
         with _own_errors():
             encoding = encode([text], add_special_tokens=add_special_tokens)[0]
         for start, stop in encoding.offsets:
@@ -167,7 +168,8 @@ class Tokenizer:
         """Most bytes of a text for each of its tokens; None where that cannot be told, since parts may be left out."""
         backend = self._backend
         added = backend.get_added_tokens_decoder().values()
-        normalizer, pieces = str(backend.normalizer), backend.get_vocab(with_added_tokens=False)
+        normalizer = str(backend.normalizer)
+        pieces = backend.get_vocab(with_added_tokens=False)
         is_bytes = (
             "ByteLevel" in str(backend.pre_tokenizer) and type(backend.model).__name__ == "BPE"
         )

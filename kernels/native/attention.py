@@ -35,18 +35,31 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     check_operands(q, kv, batch)
     tasks = _tasks(batch, q.shape[1], kv.k.shape[1])
     out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
-    heads, group = kv.k.shape[1], q.shape[1] // kv.k.shape[1]
+    heads = kv.k.shape[1]
+    group = q.shape[1] // kv.k.shape[1]
     is_short = native_function("attend", q.dtype, ARGUMENTS, ctypes.c_bool)(
-        *(q.data_ptr(), q.stride(0), q.stride(1)),
-        *(0, 0, 0, 0.0, 0, 0, 0),  # no rows to be normed, rotated and stored
-        *(
-            kv.address,
-            batch.block_table.data_ptr(),
-            batch.block_table.shape[1],
-            tasks.ctypes.data,
-            len(tasks),
-        ),
-        *(heads, group, q.shape[2], scale, kv.window or 0, out.data_ptr()),
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        # No rows are normed, rotated and stored.
+        0,
+        0,
+        0,
+        0.0,
+        0,
+        0,
+        0,
+        kv.address,
+        batch.block_table.data_ptr(),
+        batch.block_table.shape[1],
+        tasks.ctypes.data,
+        len(tasks),
+        heads,
+        group,
+        q.shape[2],
+        scale,
+        kv.window or 0,
+        out.data_ptr(),
     )
     _expect_memory(is_short)
     return out
@@ -73,9 +86,20 @@ def attend(
     # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
     cos, sin = rotation.factors()
     key = (
-        *("attend", qkv.shape, qkv.stride(), qkv.dtype, kv.kind),
-        *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype),
-        *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
+        "attend",
+        qkv.shape,
+        qkv.stride(),
+        qkv.dtype,
+        kv.kind,
+        slot_mapping.shape,
+        slot_mapping.stride(),
+        slot_mapping.dtype,
+        cos.shape,
+        cos.stride(),
+        cos.dtype,
+        sin.shape,
+        sin.stride(),
+        sin.dtype,
     )
     _, heads, _, head_dim = kv.k.shape
     num_heads = qkv.shape[1] // head_dim - 2 * heads
@@ -96,16 +120,27 @@ def attend(
         (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
     )
     is_short = native_function("attend", qkv.dtype, ARGUMENTS, ctypes.c_bool)(
-        *(qkv.data_ptr(), qkv.shape[1], head_dim),
-        *(len(qkv), q_norm, k_norm, eps, cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
-        *(
-            kv.address,
-            batch.block_table.data_ptr(),
-            batch.block_table.shape[1],
-            tasks.ctypes.data,
-            len(tasks),
-        ),
-        *(heads, num_heads // heads, head_dim, scale, kv.window or 0, out.data_ptr()),
+        qkv.data_ptr(),
+        qkv.shape[1],
+        head_dim,
+        len(qkv),
+        q_norm,
+        k_norm,
+        eps,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slot_mapping.data_ptr(),
+        kv.address,
+        batch.block_table.data_ptr(),
+        batch.block_table.shape[1],
+        tasks.ctypes.data,
+        len(tasks),
+        heads,
+        num_heads // heads,
+        head_dim,
+        scale,
+        kv.window or 0,
+        out.data_ptr(),
     )
     _expect_memory(is_short)
     return out
@@ -122,7 +157,8 @@ def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarr
     """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys that the first row sees."""
     batch.expect_lists()
     most = max(1, TASK_ROWS * num_kv_heads // num_heads)
-    tasks, row = [], 0
+    tasks = []
+    row = 0
     for request, (rows, context) in enumerate(
         zip(batch.query_lens, batch.context_lens_host, strict=True)
     ):

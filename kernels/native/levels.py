@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Set
 from dataclasses import dataclass
 
-ARCH_PRCTL, REQUEST_TILES, TILE_DATA = 158, 0x1023, 18
+ARCH_PRCTL = 158
+REQUEST_TILES = 0x1023
+TILE_DATA = 18
 """Linux on x86-64: a system call, its request for a part of a CPU's state, and the part with AMX's tiles."""
 AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 AVX512 = frozenset({*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})

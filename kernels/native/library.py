@@ -54,7 +54,8 @@ def find_library() -> ctypes.CDLL:
         NativeUnavailableError: None is prebuilt for this CPU, and none can be compiled.
     """
     features = cpu_features()
-    flags, level = flags_for(features), level_for(platform.machine(), features)
+    flags = flags_for(features)
+    level = level_for(platform.machine(), features)
     prebuilt = PREBUILT / f"{level.name}.so" if level else None
     if prebuilt is None or not prebuilt.exists() or was_compiled(flags):
         return load_library(flags)

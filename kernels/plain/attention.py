@@ -115,7 +115,8 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     # Operands like those of an earlier layer were checked there.
     plan: GatherPlan = batch.keep(plan_key(q, kv), lambda: _plan(q, kv, batch))
     out = q.new_zeros(q.shape)  # rows of no request stay zero
-    heads, head_dim = kv.k.shape[1], q.shape[2]
+    heads = kv.k.shape[1]
+    head_dim = q.shape[2]
     # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
     rows = [
         pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (kv.k, kv.v)
@@ -160,7 +161,9 @@ def _attend_items(
     out: Tensor,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
-    count, length, group = bucket.count, bucket.length, num_heads // heads
+    count = bucket.count
+    length = bucket.length
+    group = num_heads // heads
     queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
     k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
     scores = _scores(
@@ -188,7 +191,8 @@ def _attend_chunk(
     group = num_heads // heads
     queries = q[block.rows].unflatten(1, (heads, group)).transpose(0, 1)  # [Hkv, rows, group, D]
     count = queries.shape[1]
-    k, v = keys[:, block.keys], values[:, block.keys]  # [Hkv, L, D]
+    k = keys[:, block.keys]  # [Hkv, L, D]
+    v = values[:, block.keys]
     scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale)
     # [Hkv, rows, group, m] against [rows, 1, m]
     scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += (
@@ -202,7 +206,8 @@ def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Scaled products, summed in float32 and rounded once; softmax computes in float32 whatever it reads."""
     dtype = keys.dtype
     if _is_dear(keys):
-        queries, keys = queries.float(), keys.float()
+        queries = queries.float()
+        keys = keys.float()
     ignored = queries.new_empty(())
     return torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale).to(dtype)
 
@@ -223,7 +228,8 @@ def _is_dear(operand: Tensor) -> bool:
 def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
     check_operands(q, kv, batch)
     batch.expect_lists()
-    head_dim, window = q.shape[2], kv.window
+    head_dim = q.shape[2]
+    window = kv.window
     strides = kv.strides[:3]
     expect_that(
         "k_pages",
@@ -282,7 +288,8 @@ def _group(batch: AttentionBatch, window: int | None, max_tokens: int) -> list[n
         waste += longest - length
         if waste > BUCKET_WASTE_TOKENS or (place + 1 - start) * longest > max(max_tokens, longest):
             groups.append(np.sort(order[start:place]))
-            start, waste = place, 0
+            start = place
+            waste = 0
     if start < len(order):
         groups.append(np.sort(order[start:]))
     return groups

@@ -80,10 +80,8 @@ def _product(codes: Tensor, others: Tensor) -> Tensor:
 @functools.cache
 def has_exact_int_mm() -> bool:
     """Find out whether torch multiplies int8 exactly here: without VNNI, oneDNN cuts sums of two products at 32,767."""
-    codes, others = (
-        torch.full((2, 64), 127, dtype=torch.int8),
-        torch.full((64, 2), -128, dtype=torch.int8),
-    )
+    codes = torch.full((2, 64), 127, dtype=torch.int8)
+    others = torch.full((64, 2), -128, dtype=torch.int8)
     return bool((torch._int_mm(codes, others) == 64 * 127 * -128).all())
 
 

@@ -159,7 +159,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_rope(q, k, cos, sin)
-    cosines, sines = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
+    cosines = cos.unsqueeze(1)  # [T, 1, D]
+    sines = sin.unsqueeze(1)
     for x in (q, k):
         wide = x if x.dtype == torch.float32 else x.float()
         swapped = wide.roll(x.shape[-1] // 2, -1)  # the halves of each head change places
@@ -242,7 +243,8 @@ def kv_write(k: Tensor, v: Tensor, kv: KvLayer, slot_mapping: Tensor) -> None:
     """
     check_kv_write(k, v, kv, slot_mapping)
     rows = (slot_mapping >= 0).nonzero()[:, 0]
-    slots, page_tokens = slot_mapping[rows], kv.k.shape[2]
+    slots = slot_mapping[rows]
+    page_tokens = kv.k.shape[2]
     places = slots // page_tokens, slice(None), slots % page_tokens
     for part, (pages, x) in enumerate(((kv.k, k), (kv.v, v))):
         stored = x[rows]  # [S, Hkv, D]

@@ -187,7 +187,14 @@ def attend(
         weights, eps = ((None, None), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         angles = (rotation.positions, rotation.cos, rotation.sin)
         heads_kernel[(num_tiles, q.shape[1] + 2 * k.shape[1])](
-            *(qkv, *weights, *angles, *kv.tensors, slot_mapping, *operands, eps, *kv.strides),
+            qkv,
+            *weights,
+            *angles,
+            *kv.tensors,
+            slot_mapping,
+            *operands,
+            eps,
+            *kv.strides,
             **{
                 **constants,
                 "Q_HEADS": q.shape[1],

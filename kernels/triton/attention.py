@@ -174,42 +174,38 @@ def item_kernel(
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
         position = tl.zeros((BLOCK_G,), tl.int32) + length
         end = tl.minimum(length, begin + size)
-        k_head, v_head = k_pages + kv_head * head_stride, v_pages + kv_head * head_stride
-        k_scale, v_scale = k_scales, v_scales
+        k_head = k_pages + kv_head * head_stride
+        v_head = v_pages + kv_head * head_stride
+        k_scale = k_scales
+        v_scale = v_scales
         if k_scales is not None:
-            k_scale, v_scale = (
-                k_scales + kv_head * scale_head_stride,
-                v_scales + kv_head * scale_head_stride,
-            )
+            k_scale = k_scales + kv_head * scale_head_stride
+            v_scale = v_scales + kv_head * scale_head_stride
         top, total, acc = attend(
-            *(
-                query,
-                top,
-                total,
-                acc,
-                k_head,
-                v_head,
-                k_scale,
-                v_scale,
-                table,
-                begin,
-                end,
-                length,
-                position,
-                factor,
-            ),
-            *(
-                page_stride,
-                token_stride,
-                scale_page_stride,
-                D,
-                BLOCK_D,
-                PAGE_TOKENS,
-                BLOCK_N,
-                0,
-                True,
-                INTERPRET,
-            ),
+            query,
+            top,
+            total,
+            acc,
+            k_head,
+            v_head,
+            k_scale,
+            v_scale,
+            table,
+            begin,
+            end,
+            length,
+            position,
+            factor,
+            page_stride,
+            token_stride,
+            scale_page_stride,
+            D,
+            BLOCK_D,
+            PAGE_TOKENS,
+            BLOCK_N,
+            0,
+            True,
+            INTERPRET,
         )
         if count == 1:
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -305,64 +301,82 @@ def chunk_kernel(
         full = tl.maximum(last - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, full)
         top, total, acc = attend(
-            *(
-                query,
-                top,
-                total,
-                acc,
-                k_pages,
-                v_pages,
-                k_scales,
-                v_scales,
-                table,
-                begin,
-                full,
-                last,
-                position,
-                factor,
-            ),
-            *(page_stride, token_stride, scale_page_stride),
-            *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
+            query,
+            top,
+            total,
+            acc,
+            k_pages,
+            v_pages,
+            k_scales,
+            v_scales,
+            table,
+            begin,
+            full,
+            last,
+            position,
+            factor,
+            page_stride,
+            token_stride,
+            scale_page_stride,
+            D,
+            BLOCK_D,
+            PAGE_TOKENS,
+            BLOCK_N,
+            WINDOW,
+            True,
+            INTERPRET,
         )
     top, total, acc = attend(
-        *(
-            query,
-            top,
-            total,
-            acc,
-            k_pages,
-            v_pages,
-            k_scales,
-            v_scales,
-            table,
-            full,
-            diagonal,
-            last,
-            position,
-            factor,
-        ),
-        *(page_stride, token_stride, scale_page_stride),
-        *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, False, INTERPRET),
+        query,
+        top,
+        total,
+        acc,
+        k_pages,
+        v_pages,
+        k_scales,
+        v_scales,
+        table,
+        full,
+        diagonal,
+        last,
+        position,
+        factor,
+        page_stride,
+        token_stride,
+        scale_page_stride,
+        D,
+        BLOCK_D,
+        PAGE_TOKENS,
+        BLOCK_N,
+        0,
+        False,
+        INTERPRET,
     )
     top, total, acc = attend(
-        *(
-            query,
-            top,
-            total,
-            acc,
-            k_pages,
-            v_pages,
-            k_scales,
-            v_scales,
-            table,
-            diagonal,
-            last,
-            last,
-            position,
-            factor,
-        ),
-        *(page_stride, token_stride, scale_page_stride),
-        *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
+        query,
+        top,
+        total,
+        acc,
+        k_pages,
+        v_pages,
+        k_scales,
+        v_scales,
+        table,
+        diagonal,
+        last,
+        last,
+        position,
+        factor,
+        page_stride,
+        token_stride,
+        scale_page_stride,
+        D,
+        BLOCK_D,
+        PAGE_TOKENS,
+        BLOCK_N,
+        WINDOW,
+        True,
+        INTERPRET,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = out + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
@@ -381,7 +395,8 @@ def item_sizes(
 
     Five stages load the pages of a block two blocks ahead, and its keys and values one block ahead.
     """
-    group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    group = num_heads // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
     all_g = max(
         triton.next_power_of_2(group), 256 // block_d
     )  # each of 128 threads stores two numbers at least
@@ -442,8 +457,11 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_operands(q, kv, batch)
-    window, num_kv_heads, kept = kv.window or 0, kv.k.shape[1], kv.k.dtype
-    group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
+    window = kv.window or 0
+    num_kv_heads = kv.k.shape[1]
+    kept = kv.k.dtype
+    group = q.shape[1] // num_kv_heads
+    head_dim = q.shape[2]
     rows = batch.rows(group, window)
     out = q.new_empty(q.shape) if batch.num_rows == q.shape[0] else q.new_zeros(q.shape)
     tensors = (q, *kv.tensors, out)
@@ -459,7 +477,12 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
         partials = torch.empty(shape, dtype=torch.float32, device=q.device)
         items = (rows.item_rows, rows.item_tables, rows.item_lens, rows.work[window], num_items)
         item_kernel[(_num_programs(q.device),)](
-            *(*tensors, partials, rows.counters(num_kv_heads), rows.block_table, *items, *numbers),
+            *tensors,
+            partials,
+            rows.counters(num_kv_heads),
+            rows.block_table,
+            *items,
+            *numbers,
             **_planned(
                 "items", item_sizes(q.shape[1], num_kv_heads, head_dim, q.dtype, kept), kept
             ),
@@ -468,7 +491,11 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     if num_tiles := rows.tiles.shape[1]:
         sizes = chunk_sizes(group, head_dim, torch.bfloat16 if INTERPRET else q.dtype, kept)
         chunk_kernel[(num_kv_heads * sizes["PARTS"], num_tiles)](
-            *(*tensors, rows.block_table, rows.tiles, num_tiles, *numbers),
+            *tensors,
+            rows.block_table,
+            rows.tiles,
+            num_tiles,
+            *numbers,
             **_planned("chunks", sizes, kept),
             **shared,
         )

@@ -42,7 +42,8 @@ class CompileWatch:
         if triton is not None and self._runtime is None:
             runtime = self._runtime = triton.knobs.runtime
             self._hooks_before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-            runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._started, self._compiled
+            runtime.jit_cache_hook = self._started
+            runtime.jit_post_compile_hook = self._compiled
         return self
 
     def end(self) -> None:

@@ -151,13 +151,21 @@ def fused_add_rms_norm(
     if delta.operands.tiles.rows > MAX_NORM_ROWS:
         expand(x, delta)
         return _norm(x, residual, weight, eps)
-    out, new_residual = torch.empty_like(x), torch.empty_like(x)
+    out = torch.empty_like(x)
+    new_residual = torch.empty_like(x)
     num_tiles, operands, constants = delta_operands(delta, len(x))
     if x.numel():
         columns = NORM_BLOCK_BYTES // x.element_size()
         counters = _counters(x.device, triton.next_power_of_2(max(num_tiles, 256)))
         expand_add_norm_kernel[(num_tiles, triton.cdiv(x.shape[1], columns))](
-            *(x, residual, weight, out, new_residual, counters, *operands, eps),
+            x,
+            residual,
+            weight,
+            out,
+            new_residual,
+            counters,
+            *operands,
+            eps,
             **{**_norm_sizes(x.shape[1]), **constants, "BN": columns, "num_stages": 2},
         )
     return out, new_residual
@@ -227,12 +235,15 @@ def silu_and_mul_kernel(
 def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None = None) -> Tensor:
     """See `manylora.kernels.plain.rows.silu_and_mul`; the delta is added to gate_up first."""
     check_silu_and_mul(gate_up)
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
     num_tiles, operands, constants = delta_operands(delta, rows)
     if out.numel():
         silu_and_mul_kernel[(num_tiles, triton.cdiv(width, COLUMN_BLOCK))](
-            *(gate_up, out, *operands),
+            gate_up,
+            out,
+            *operands,
             **{
                 **constants,
                 "N": width,

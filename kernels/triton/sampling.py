@@ -116,7 +116,8 @@ def stats_kernel(
     logits, sampled, state, counters, partials, V, stride: tl.int64, CHUNKS: tl.constexpr
 ):
     """Largest and least logit of a row, and the code or the likeliest token. Grid of all: (B, chunks of V)."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * stride + i, mask=i < V, other=float("-inf"))
     is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
@@ -129,7 +130,8 @@ def stats_kernel(
     tl.store(part + 2, place.to(tl.float32, bitcast=True))
     if _arrives_last(counters + 2 * row):
         c = tl.arange(0, CHUNKS)
-        parts, is_part = partials + (row * tl.num_programs(1) + c) * EDGES, c < tl.num_programs(1)
+        parts = partials + (row * tl.num_programs(1) + c) * EDGES
+        is_part = c < tl.num_programs(1)
         maxima = tl.load(parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         minima = tl.load(parts + 1, mask=is_part, other=float("inf"), cache_modifier=".cg")
         places = tl.load(parts + 2, mask=is_part, other=0.0, cache_modifier=".cg").to(
@@ -160,11 +162,14 @@ def edges_kernel(
     CHUNKS: tl.constexpr,
 ):
     """Find two neighbouring edges around a bound, and the number or mass of the tokens above both."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     limit, is_needed = _limit(words, sampled, row, V, MASS)
     if is_needed:
-        temperature, at = _parameter(words, row, TEMPERATURE), state + row * STATE
-        top, kept = tl.load(at) / temperature, tl.load(at + 6)
+        temperature = _parameter(words, row, TEMPERATURE)
+        at = state + row * STATE
+        top = tl.load(at) / temperature
+        kept = tl.load(at + 6)
         least = tl.maximum(tl.load(at + 1) / temperature, top - RANGE)
         e = tl.arange(0, EDGES)
         edges = tl.where(
@@ -199,15 +204,16 @@ def bound_kernel(
     logits, words, sampled, state, counters, found, V, stride: tl.int64, MASS: tl.constexpr
 ):
     """Find the largest bound between two edges that keeps enough."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     _, is_needed = _limit(words, sampled, row, V, MASS)
     if is_needed:
-        temperature, at, cursor = (
-            _parameter(words, row, TEMPERATURE),
-            state + row * STATE,
-            counters + 2 * row + 1,
-        )
-        top, lower, upper = tl.load(at) / temperature, tl.load(at + 2), tl.load(at + 3)
+        temperature = _parameter(words, row, TEMPERATURE)
+        at = state + row * STATE
+        cursor = counters + 2 * row + 1
+        top = tl.load(at) / temperature
+        lower = tl.load(at + 2)
+        upper = tl.load(at + 3)
         z = _load_scaled(logits, row, stride, chunk * CHUNK, V, temperature, CHUNK)
         is_between = (z >= lower) & (z < upper) & (z >= tl.load(at + 6))
         place = tl.cumsum(is_between.to(tl.int32), axis=0) - 1
@@ -243,10 +249,13 @@ def draw_kernel(
     logits, words, sampled, state, counters, masses, V, stride: tl.int64, CHUNKS: tl.constexpr
 ):
     """Draw from the tokens that reach a row's bound and min-p."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     if _is_drawn(words, sampled, row):
-        temperature, min_p = _parameter(words, row, TEMPERATURE), _parameter(words, row, MIN_P)
-        top, bound = tl.load(state + row * STATE) / temperature, tl.load(state + row * STATE + 6)
+        temperature = _parameter(words, row, TEMPERATURE)
+        min_p = _parameter(words, row, MIN_P)
+        top = tl.load(state + row * STATE) / temperature
+        bound = tl.load(state + row * STATE + 6)
         if min_p > 0.0:
             bound = tl.maximum(bound, top + tl.log(min_p))
         z = _load_scaled(logits, row, stride, chunk * CHUNK, V, temperature, CHUNK)
@@ -292,12 +301,12 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
         return tokens
     grid = (num_rows, triton.cdiv(vocab_size, CHUNK.value))
     counters = _counters(logits.device, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
-    state, partials = logits.new_empty(num_rows, STATE.value), logits.new_empty(*grid, EDGES.value)
-    found, masses = (
-        logits.new_empty(num_rows, vocab_size),
-        logits.new_empty(grid, dtype=torch.int64),
-    )
-    kept, shape = (tokens, state, counters), (vocab_size, logits.stride(0))
+    state = logits.new_empty(num_rows, STATE.value)
+    partials = logits.new_empty(*grid, EDGES.value)
+    found = logits.new_empty(num_rows, vocab_size)
+    masses = logits.new_empty(grid, dtype=torch.int64)
+    kept = (tokens, state, counters)
+    shape = (vocab_size, logits.stride(0))
     operands = (logits, columns.words, *kept)
     sizes = {"CHUNKS": triton.next_power_of_2(grid[1]), "num_warps": WARPS}
     stats_kernel[grid](logits, *kept, partials, *shape, **sizes)

@@ -239,14 +239,17 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     """
     arena_elements, tables, tiles, site, _ = operands
     check_operands(x, operands)
-    num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.numbers.shape[1]
+    num_tokens = x.shape[0]
+    num_slices = len(site.modules)
+    num_tiles = tiles.numbers.shape[1]
     groups = tables.offsets.shape[4]
     element_size = arena_elements.element_size()
     unit = UNIT_BYTES // element_size
     sizes = shrink_sizes(site.in_features, tiles.rows, groups, element_size)
     if element_size == 2:  # what fits a GPU then may not in float32
         sizes = plan(f"shrink {site.in_features} {tiles.rows}", **sizes)
-    split_k, rank_blocks = sizes["SPLIT_K"], -(-groups * GROUP_ROWS // sizes["BR"])
+    split_k = sizes["SPLIT_K"]
+    rank_blocks = -(-groups * GROUP_ROWS // sizes["BR"])
     planes = x.new_empty(
         (split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32
     )
@@ -260,7 +263,9 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
             "GROUPS": groups,
         }
         shrink_kernel[(num_tiles, num_slices * rank_blocks, split_k)](
-            *(x, *delta_operands(delta, num_tokens)[1], x.stride(0)),
+            x,
+            *delta_operands(delta, num_tokens)[1],
+            x.stride(0),
             **{
                 "K": site.in_features,
                 "PITCH": pitch,
@@ -282,7 +287,9 @@ def expand(y: Tensor, delta: LoraDelta) -> None:
     if num_tiles and len(y):
         blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": COLUMN_BLOCK}
         expand_kernel[(num_tiles, sum(-(-width // COLUMN_BLOCK) for width in widths))](
-            *(y, *operands, y.stride(0)),
+            y,
+            *operands,
+            y.stride(0),
             **{**blocks, **constants, "ALIGN": gcd(16, *site.widths)},
             num_warps=num_warps(constants),
             num_stages=2,
@@ -353,9 +360,11 @@ def shrink_sizes(
     are as many buffers of loads as fit shared memory.
     """
     rank_block = min(64, max(16, triton.next_power_of_2(groups * GROUP_ROWS)))
-    k_block, split_k = 128 // element_size, 1
+    k_block = 128 // element_size
+    split_k = 1
     if tile_rows <= 16:
-        k_block, split_k = 128, min(8 if in_features >= 8192 else 4, -(-in_features // 128))
+        k_block = 128
+        split_k = min(8 if in_features >= 8192 else 4, -(-in_features // 128))
     return {
         "BR": rank_block,
         "BK": k_block,

@@ -13,21 +13,22 @@ from manylora.cli.options import fail_with
 from manylora.errors import ManyloraError
 
 COMMANDS = (
-    *(
-        "serve",
-        "cluster",
-        "demo",
-        "doctor",
-        "adapter",
-        "fit",
-        "quantize",
-        "ps",
-        "top",
-        "tenant",
-        "key",
-        "usage",
-    ),
-    *("audit", "config", "dashboard", "db"),
+    "serve",
+    "cluster",
+    "demo",
+    "doctor",
+    "adapter",
+    "fit",
+    "quantize",
+    "ps",
+    "top",
+    "tenant",
+    "key",
+    "usage",
+    "audit",
+    "config",
+    "dashboard",
+    "db",
 )
 """Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
 

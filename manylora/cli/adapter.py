@@ -17,8 +17,16 @@ from manylora.errors import AdapterError, ClientError, Finding, PayloadTooLargeE
 
 KEEP_SMALL = "Leave out what PEFT did not write."
 COLUMNS = (
-    *("name", "tenant", "version", "rank", "target_modules", "parameters"),
-    *("pages", "residency", "pinned", "aliases"),
+    "name",
+    "tenant",
+    "version",
+    "rank",
+    "target_modules",
+    "parameters",
+    "pages",
+    "residency",
+    "pinned",
+    "aliases",
 )
 Folder = Annotated[
     Path,
@@ -175,12 +183,11 @@ def show_adapter(
     name: str, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
     """Show one adapter, who else may call it, and its versions."""
-    client, name = connect(url, key, tenant), _own_name(name)
-    body, versions, grants = (
-        client.get_adapter(name),
-        client.list_versions(name),
-        client.list_grants(name),
-    )
+    client = connect(url, key, tenant)
+    name = _own_name(name)
+    body = client.get_adapter(name)
+    versions = client.list_versions(name)
+    grants = client.list_grants(name)
     if as_json:
         show({**body, "versions": versions, "grants": grants}, True, ())
         return
@@ -224,7 +231,8 @@ def grant(
     key: KEY = None,
 ) -> None:
     """Let another tenant call an adapter as `tenant/name`, or take that back."""
-    client, name = connect(url, key, tenant), _own_name(name)
+    client = connect(url, key, tenant)
+    name = _own_name(name)
     if withdraw:
         client.withdraw_grant(name, grantee, version)
         typer.echo(f"{grantee} may no longer call {name}")
@@ -294,7 +302,8 @@ def _tell(report: Mapping[str, Any]) -> None:
 def _tell_pushed(body: Mapping[str, Any]) -> None:
     """Print what a push came to, and how to ask for it."""
     _tell(body.get("report") or {})
-    version, selector = body["version"], body["name"]
+    version = body["version"]
+    selector = body["name"]
     is_default = body["aliases"].get("default") == version
     if not body["is_new"]:
         means = f"; the plain name means version {version} now" if is_default else ""

@@ -91,10 +91,8 @@ def _torch() -> Iterator[Finding]:
             )
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            name, (major, minor) = (
-                torch.cuda.get_device_name(index),
-                torch.cuda.get_device_capability(index),
-            )
+            name = torch.cuda.get_device_name(index)
+            major, minor = torch.cuda.get_device_capability(index)
             yield Finding(
                 "device", "ok", f"{name}, sm_{major}{minor}, {free >> 30} of {total >> 30} GiB free"
             )

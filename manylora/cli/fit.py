@@ -132,7 +132,8 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
             )
         )
         return
-    page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
+    page_bytes = planned.room.geometry.page_bytes
+    memory = planned.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
     name = number_format(
         str(planned.dtype).removeprefix("torch."), memory.weights, planned.room.geometry.is_kv_int8
@@ -156,7 +157,8 @@ def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
         item.adapter or "(to come)",
         ",".join(name.removesuffix("_proj") for name in item.target_modules),
     )
-    size, waste = _size(item.pages * page_bytes), f"{item.waste:.1%}"
+    size = _size(item.pages * page_bytes)
+    waste = f"{item.waste:.1%}"
     return name, str(item.rank), targets, f"{item.count:,}", f"{item.pages:,}", size, waste
 
 

@@ -78,7 +78,8 @@ def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSO
     if as_json:
         show(me, True, ())
         return
-    own, owner = me.get("key") or {}, me.get("tenant") or {}
+    own = me.get("key") or {}
+    owner = me.get("tenant") or {}
     facts = {
         "role": me.get("role"),
         "tenant": owner.get("name"),

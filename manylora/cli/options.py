@@ -40,7 +40,8 @@ TENANT = Annotated[
 ]
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 """File of an adapter by the first part of the code of a finding."""
-FAILURE, BAD_INPUT = 1, 2
+FAILURE = 1
+BAD_INPUT = 2
 """Exit statuses."""
 INPUT_STATUSES = frozenset({400, 413, 422})
 NO_ANSWER = frozenset(
@@ -80,7 +81,8 @@ def fail_with(error: ManyloraError, as_json: bool = False) -> NoReturn:
         refuse("the adapter", error.findings, as_json)
     reason = f"{error.message} ({error.code})" if error.status else error.message
     for word, own in WORDS.items():
-        reason, error.hint = reason.replace(word, own), error.hint.replace(word, own)
+        reason = reason.replace(word, own)
+        error.hint = error.hint.replace(word, own)
     if error.param in FILTERS:
         reason = reason.replace(error.param, f"--{error.param}", 1)
     is_input = (

@@ -103,7 +103,8 @@ def adapter_name(resident: Mapping[str, Any]) -> str:
 def _summary(body: Mapping[str, Any]) -> list[str]:
     ready = body["ready"]
     on_device = sum(resident["tier"] == "device" for resident in body["residents"])
-    queries, hits = body["prefix_queries"], body["prefix_hits"]
+    queries = body["prefix_queries"]
+    hits = body["prefix_hits"]
     share = f" ({hits / queries:.1%})" if queries else ""
     return [
         f"{body['model']} on {ready['device']}: {body['running']:,} running ({num_paused(body):,} paused), "

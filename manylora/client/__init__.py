@@ -143,10 +143,8 @@ class Client:
 
         Each event has a name: `message` with a body of `engine()`, or `engine_error` with the body of an error.
         """
-        timeout, params = (
-            httpx.Timeout(CONNECT_S, read=SILENCE_S),
-            {"server": server} if server else None,
-        )
+        timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
+        params = {"server": server} if server else None
         stream = self._http.stream("GET", "/v1/engine/events", params=params, timeout=timeout)
         with self._failures(), stream as answer:
             if not answer.is_success:
@@ -428,7 +426,8 @@ class Client:
 
     def _send(self, place: str, name: str, file: Path, progress: Progress) -> None:
         """Send what the server lacks of a file. An upload that has ended takes no more bytes."""
-        upload, size = self.request("GET", place), file.stat().st_size
+        upload = self.request("GET", place)
+        size = file.stat().st_size
         start = field(
             self.url,
             field(self.url, field(self.url, upload, "files", dict), name, dict),

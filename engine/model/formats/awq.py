@@ -8,14 +8,17 @@ import torch
 
 from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear, unpack
 
-BITS, PER_WORD = 4, 8
+BITS = 4
+PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which 4 bits of a word are of its first, second, ... output."""
 
 
 def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
     """See `Format`."""
-    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    rows = linear.out_features
+    columns = linear.in_features
+    groups = linear.num_groups
     return {
         "qweight": Part(("I32",), ((columns, rows // PER_WORD),)),
         "qzeros": Part(("I32",), ((groups, rows // PER_WORD),)),

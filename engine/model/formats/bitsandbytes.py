@@ -14,8 +14,10 @@ from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
 
 MOST = 127
 """Of an int8 weight."""
-FORMAT, ABSMAX = "weight_format", "weight.absmax"
-NESTED, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
+FORMAT = "weight_format"
+ABSMAX = "weight.absmax"
+NESTED = "weight.nested_absmax"
+NESTED_MAP = "weight.nested_quant_map"
 
 
 def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
@@ -52,11 +54,10 @@ def code_weight(linear: StoredLinear) -> torch.Tensor:
     shape = [linear.out_features, linear.in_features]
     try:
         state = strict_json.loads(bytes(linear[_state(linear)].tolist()))
-        size, kind = int(state["blocksize"]), state["quant_type"]
-        nested_size, offset = (
-            int(state.get("nested_blocksize", 1)),
-            float(state.get("nested_offset", 0.0)),
-        )
+        size = int(state["blocksize"])
+        kind = state["quant_type"]
+        nested_size = int(state.get("nested_blocksize", 1))
+        offset = float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise linear.error(_state(linear), f"cannot be read: {error}") from error
     if (

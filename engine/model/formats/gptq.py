@@ -12,12 +12,15 @@ import torch
 
 from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
 
-ORDER, BIAS = "g_idx", "bias"
+ORDER = "g_idx"
+BIAS = "bias"
 
 
 def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
     """See `Format`."""
-    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    rows = linear.out_features
+    columns = linear.in_features
+    groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
     found = {
         "qweight": Part(("I32",), ((-(-columns // per_word), rows),)),

@@ -8,18 +8,18 @@ import torch
 
 from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
 
-PACKED, SCALE, ZERO, GROUPS, SHAPE = (
-    "weight_packed",
-    "weight_scale",
-    "weight_zero_point",
-    "weight_g_idx",
-    "weight_shape",
-)
+PACKED = "weight_packed"
+SCALE = "weight_scale"
+ZERO = "weight_zero_point"
+GROUPS = "weight_g_idx"
+SHAPE = "weight_shape"
 
 
 def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
     """See `Format`."""
-    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    rows = linear.out_features
+    columns = linear.in_features
+    groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
     found = {
         PACKED: Part(("I32",), ((rows, -(-columns // per_word)),)),
@@ -35,7 +35,9 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
 
 def weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
-    rows, columns, bits = linear.out_features, linear.in_features, linear.quantisation.bits
+    rows = linear.out_features
+    columns = linear.in_features
+    bits = linear.quantisation.bits
     if linear[SHAPE].tolist() != [rows, columns]:
         raise linear.error(SHAPE, f"must be {[rows, columns]}, got {linear[SHAPE].tolist()}")
     values = unpack(linear[PACKED], bits)[:, :columns]

@@ -12,7 +12,9 @@ import torch
 
 from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
 
-SCALE, INVERSE, ZERO = "weight_scale", "weight_scale_inv", "weight_zero_point"
+SCALE = "weight_scale"
+INVERSE = "weight_scale_inv"
+ZERO = "weight_zero_point"
 UNUSED = (
     "input_scale",
     "input_scale_ub",
@@ -25,7 +27,9 @@ UNUSED = (
 
 def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
     """See `Format`."""
-    rows, columns, block = linear.out_features, linear.in_features, linear.quantisation.block
+    rows = linear.out_features
+    columns = linear.in_features
+    block = linear.quantisation.block
     shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (rows,), (rows, 1))
     if block:
         shapes = ((-(-rows // block[0]), -(-columns // block[1])),)
@@ -52,7 +56,8 @@ def scales(linear: StoredLinear) -> torch.Tensor:
 
 def _spread(linear: StoredLinear, part: str) -> torch.Tensor:
     """A part in float32, in a shape that broadcasts over the weight."""
-    values, block = linear[part].float(), linear.quantisation.block
+    values = linear[part].float()
+    block = linear.quantisation.block
     if block is None:
         return values.reshape(-1, 1)
     values = values.repeat_interleave(min(block[0], linear.out_features), 0)[: linear.out_features]

@@ -14,10 +14,14 @@ import torch
 
 from manylora.engine.model.formats.stored import Part, StoredLinear
 
-BLOCK, LEVELS = 64, 11
-GROUPS, BYTES = 4, 7
+BLOCK = 64
+LEVELS = 11
+GROUPS = 4
+BYTES = 7
 """Of pairs in a block, and of a group."""
-PACKED, MINIMUM, STEP = "weight_packed", "weight_minimum", "weight_step"
+PACKED = "weight_packed"
+MINIMUM = "weight_minimum"
+STEP = "weight_step"
 
 
 def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
@@ -42,7 +46,8 @@ def encoded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     padding = -weight.shape[1] % BLOCK
     blocks = torch.cat((weight, weight[:, -1:].expand(-1, padding)), 1).view(len(weight), -1, BLOCK)
     low, high = blocks.aminmax(dim=-1)
-    minimum, step = low.half(), ((high - low) / (LEVELS - 1)).half()
+    minimum = low.half()
+    step = ((high - low) / (LEVELS - 1)).half()
     step = step.clamp(min=torch.finfo(torch.float16).tiny)  # a block of equal values
     levels = ((blocks - minimum.float().unsqueeze(-1)) / step.float().unsqueeze(-1) + 0.5).floor()
     return {PACKED: pack(levels.clamp(0, LEVELS - 1).to(torch.uint8)), MINIMUM: minimum, STEP: step}

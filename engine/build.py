@@ -54,7 +54,6 @@ from manylora.engine.model.device import (
     keep_freed_memory,
 )
 from manylora.engine.model.spec import (
-    DecoderSpec,
     base_shape,
     model_geometry,
     read_spec,
@@ -67,11 +66,10 @@ from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.engine.status import EngineReady, MemoryPlan
 from manylora.engine.text.tokenizer import read_eos_token_ids
 from manylora.errors import ConfigError
-from manylora.kernels.dispatch import AttentionNeeds, kernels_for
+from manylora.kernels.dispatch import kernels_for
 from manylora.kernels.triton.compiles import CompileWatch
 from manylora.memory.arena import Arena, PageCopier
 from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
-from manylora.memory.geometry import PageGeometry
 from manylora.memory.host_slab import HostSlab, SwapSpace
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixCache
@@ -135,7 +133,6 @@ def build_engine(
             device,
             weights=plan.weights,
             num_positions=longest,
-            attention=_attention_needs(config, spec, geometry),
         ),
     )
 
@@ -239,18 +236,6 @@ def build_engine(
     )
     logger.debug("%s", format_plan(plan, ready))
     return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)
-
-
-def _attention_needs(config: Config, spec: DecoderSpec, geometry: PageGeometry) -> AttentionNeeds:
-    return AttentionNeeds(
-        setting=config.model.attention,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_tokens=geometry.page_tokens,
-        windows=spec.sliding_windows,
-        is_kv_int8=geometry.is_kv_int8,
-    )
 
 
 def _load(folder: Path, shape: BaseShape, load: Callable[[], Decoder]) -> tuple[Decoder, BaseShape]:

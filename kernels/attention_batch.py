@@ -9,7 +9,7 @@ An item's keys are divided into splits, by what it sees alone. So its result doe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -194,39 +194,22 @@ class AttentionBatch:
         )
 
     @classmethod
-    def of_rows(
-        cls,
-        rows: AttentionRows,
-        num_rows: int,
-        chunks: Sequence[PromptChunk] = (),
-        block_tables: Sequence[np.ndarray] = (),
-    ) -> AttentionBatch:
+    def of_rows(cls, rows: AttentionRows, num_rows: int) -> AttentionBatch:
         """A step whose numbers are on the device; kernels on a CPU refuse it.
 
         Args:
             rows: Which of its items and tiles have the first `num_rows` rows of the queries, each row once.
-            num_rows: How many rows that are.
-            chunks: The rows of all its tiles, for kernels that are planned on the host; without them, it has only
-                tiles. `request` of each is an index of `block_tables`.
-            block_tables: Pages of the requests of `chunks` in order; those past their contexts are never read.
+            num_rows: Number of these rows.
         """
         return cls(
-            block_table=torch.from_numpy(_padded(block_tables)),
+            block_table=torch.zeros((0, 0), dtype=torch.int32),
             items_host=np.zeros((3, 0), dtype=np.int32),
-            chunks=tuple(chunks),
+            chunks=(),
             page_tokens=rows.page_tokens,
             num_rows=num_rows,
             device=rows.block_table.device,
             _rows=rows,
         )
-
-    def items(self) -> AttentionBatch:
-        """The same step without its chunks; their rows of the output have any value."""
-        rows = None if self._rows is None else replace(self._rows, tiles=self._rows.tiles[:, :0])
-        items: AttentionBatch = self.keep(
-            "items", lambda: replace(self, chunks=(), _rows=rows, _kept={})
-        )
-        return items
 
     def rows(self, group: int, window: int) -> AttentionRows:
         """What kernels on a device read, with the work of items for one window.

@@ -1,12 +1,8 @@
-"""The one place that chooses an implementation: Triton on a GPU, on a CPU C++, or torch operators without that.
-
-On a GPU, attention of prompts may be computed by FlashInfer.
-"""
+"""The one place that chooses an implementation: Triton on a GPU, C++ on a CPU, or torch operators without that."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -14,15 +10,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from manylora.config import Attention
 from manylora.errors import ConfigError
 from manylora.kernels.attention_batch import AttentionBatch
 from manylora.kernels.kv_layer import KvLayer
 from manylora.kernels.native.library import NATIVE_DTYPES, native_library
 from manylora.kernels.quantised import Int8Weight, QuantisedWeight
 from manylora.kernels.sgmv import LoraDelta, SgmvOperands
-
-logger = logging.getLogger(__name__)
 
 PagedAttention = Callable[[Tensor, KvLayer, AttentionBatch, float], Tensor]
 Sgmv = Callable[[Tensor, Tensor, SgmvOperands], None]
@@ -58,47 +51,21 @@ class Kernels:
     """Makes a layer of logits with weights in 8 bits, in float32; None where there are none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionNeeds:
-    """What the attention of a model computes, and what is to compute it on a GPU."""
-
-    setting: Attention
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_tokens: int
-    windows: tuple[int | None, ...]
-    """The sliding windows of its layers; None for none."""
-    is_kv_int8: bool
-
-
-def kernels_for(
-    device: torch.device, dtype: torch.dtype, attention: AttentionNeeds | None = None
-) -> Kernels:
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """Return the operations for tensors on `device`.
 
     Args:
         device: Where the tensors are.
         dtype: Of weights and activations.
-        attention: Of the model that runs; None for those who do not need attention, or that of Triton on a GPU.
 
     Raises:
         ValueError: There are none for this kind of device.
-        ConfigError: The device needs Triton, which is not installed, or does not compute attention as it is asked to.
+        ConfigError: The device needs Triton, which is not installed.
     """
     if device.type == "cpu":
-        if attention is not None and attention.setting != "auto":
-            raise ConfigError(
-                f"model.attention: {attention.setting} computes on a CUDA device only; take auto, or model.device cuda",
-                param="model.attention",
-            )
         return native_kernels() if dtype in NATIVE_DTYPES and native_library() else torch_kernels()
     if device.type == "cuda":
-        return (
-            triton_kernels()
-            if attention is None
-            else with_flashinfer(triton_kernels(), device, dtype, attention)
-        )
+        return triton_kernels()
     raise ValueError(f"device: expected cpu or cuda, got {device.type}")
 
 
@@ -156,36 +123,6 @@ def triton_kernels() -> Kernels:
             param="model.device",
         ) from error
     return replace(_kernels_of(rows, attend, attention, sgmv, sampling), shrink=sgmv.shrink)
-
-
-def with_flashinfer(
-    kernels: Kernels, device: torch.device, dtype: torch.dtype, attention: AttentionNeeds
-) -> Kernels:
-    """The operations with FlashInfer for prompts, where it can be used and is not ruled out; else as they are.
-
-    Raises:
-        ConfigError: FlashInfer is asked for and cannot be used; the message says why and what to do.
-    """
-    if attention.setting == "triton":
-        return kernels
-    from manylora.kernels.flashinfer.probe import open_flashinfer
-
-    found = open_flashinfer(attention, device, dtype, kernels.paged_attention)
-    if not isinstance(found, str):
-        logger.info("attention of prompts runs in FlashInfer")
-        own = found.paged_attention
-        return replace(
-            kernels,
-            paged_attention=own,
-            attend=functools.partial(kernels.attend, paged_attention=own),
-        )
-    if attention.setting == "flashinfer":
-        raise ConfigError(
-            f"model.attention: flashinfer cannot be used: {found}; or take auto or triton",
-            param="model.attention",
-        )
-    logger.info("attention of prompts runs in Triton, not in FlashInfer: %s", found)
-    return kernels
 
 
 def _kernels_of(

@@ -20,7 +20,6 @@ from manylora.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "bf16", "int8", "int4"]
-Attention = Literal["auto", "triton", "flashinfer"]
 Auth = Literal["on", "off"]
 ServerRole = Literal["all", "gateway", "replica"]
 MetricsAliases = Literal["none", "vllm"]
@@ -103,18 +102,12 @@ class ModelConfig:
     cuda_graphs: bool = True
     """On a GPU, whether decode steps are replayed as CUDA graphs, which spares the host most of the work of launching
     kernels. The results are the same without, and steps take longer."""
-    attention: Attention = "auto"
-    """On a GPU, what computes the attention of prompts: auto, triton or flashinfer. auto takes FlashInfer where it is
-    installed (`pip install 'manylora[cuda]'`) and a trial at the start finds it right, else Triton. It compiles its
-    kernels with nvcc of the CUDA toolkit at the first start, which takes minutes."""
     threads: int = 0
     """Threads that compute one operation on a CPU; 0 takes one for a tiny model, and all usable cores for others."""
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", "a folder or hub id", self.path)
-        _check_choices(
-            "model", self, device=Device, dtype=Dtype, weights=Weights, attention=Attention
-        )
+        _check_choices("model", self, device=Device, dtype=Dtype, weights=Weights)
         _check_bounds("model", self, max_model_len=(1, math.inf), threads=(0, 1024))
 
 

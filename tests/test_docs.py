@@ -24,7 +24,7 @@ INSIDE_THE_MAP = {
         "registry/db/migrations",
         "registry/db/migrations/versions",
     ),
-    *("manylora/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
+    *("manylora/client", "kernels/plain", "kernels/native", "kernels/triton"),
 }
 """Packages whose parent's row speaks for them."""
 DOCUMENTS = [

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from manylora.adapters.residency.slots import SlotLease
 from manylora.engine.scheduling.plan import Chunk, StepPlan
 from manylora.errors import EngineError, PageAccountingError
-from manylora.kernels.attention_batch import MAX_ITEM_ROWS, PromptChunk, chunk_tiles
+from manylora.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tiles
 from manylora.memory.geometry import PageGeometry
 
 BASE_SLOT = -1
@@ -113,22 +113,6 @@ class PackedStep:
             np.repeat(self.first_blocks[is_item], self.lengths[is_item]),
             self.positions[rows] + np.int32(1),
         )
-
-    def prompts(self, page_tokens: int) -> tuple[list[PromptChunk], list[list[Int32Array]]]:
-        """The chunks that are cut into tiles, and by layer group the pages of each."""
-        chosen = np.flatnonzero(self.lengths > MAX_ITEM_ROWS).tolist()
-        contexts = (self.starts + self.lengths).tolist()
-        chunks = [
-            PromptChunk(
-                index, int(self.first_rows[place]), int(self.lengths[place]), contexts[place]
-            )
-            for index, place in enumerate(chosen)
-        ]
-        spans = [
-            slice(begin, begin + -(-contexts[place] // page_tokens))
-            for place, begin in zip(chosen, self.first_blocks[chosen].tolist(), strict=True)
-        ]
-        return chunks, [[table[span] for span in spans] for table in self.tables]
 
     def tiles(self, head_group: int) -> Int32Array:
         """The other rows, as `AttentionRows.tiles`, where so many heads share a KV head."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -225,14 +225,6 @@ class StepProgram:
         sampler = self._device.sampler
         fields = images.begin(self._layout)
         self._fill(fields, step)
-        if not self.shape.is_decode:
-            chunks, tables = step.prompts(self._device.arena.geometry.page_tokens)
-            batches = zip(self._attention, tables, strict=True)
-            attention = tuple(
-                AttentionBatch.of_rows(rows, self.shape.rows, chunks, pages)
-                for rows, pages in batches
-            )
-            self.rows = replace(self.rows, attention=attention)
         _put(fields["sampling"], sampler.columns(specs), 0)
         images.append(step.tables)
         reported = images.append(sampler.reported_rows(specs).astype(np.int32))

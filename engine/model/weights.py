@@ -28,7 +28,7 @@ from manylora.engine.model.spec import DecoderSpec, expected_tensors
 from manylora.engine.model.weight_files import EMBEDDING, HEAD, NORM, weight_files
 from manylora.errors import ConfigError
 from manylora.kernels.attend import HeadNorms
-from manylora.kernels.dispatch import AttentionNeeds, kernels_for
+from manylora.kernels.dispatch import kernels_for
 from manylora.kernels.quantised import Int8Weight, side_by_side
 from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
@@ -53,7 +53,6 @@ def load_decoder(
     *,
     weights: WeightFormat = "bf16",
     num_positions: int | None = None,
-    attention: AttentionNeeds | None = None,
 ) -> Decoder:
     """Load a checkpoint.
 
@@ -64,13 +63,11 @@ def load_decoder(
         device: Where the decoder runs.
         weights: What the linear layers are kept in. They are rounded as they are read, one after another.
         num_positions: Positions that will be used; None takes the model's own limit.
-        attention: What its attention needs, as `kernels_for` takes it.
 
     Raises:
-        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it. Or the
-            device does not compute attention as it is asked to.
+        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it.
     """
-    kernels = kernels_for(device, dtype, attention)
+    kernels = kernels_for(device, dtype)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device, weights)
         checkpoint.check()

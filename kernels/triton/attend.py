@@ -6,8 +6,6 @@ values in their pages. Semantics: `manylora.kernels.attend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -163,13 +161,11 @@ def attend(
     batch: AttentionBatch,
     scale: float,
     delta: LoraDelta | None = None,
-    *,
-    paged_attention: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
     """All of a layer between its fused projection and its output projection.
 
     Semantics and arguments: `manylora.kernels.attend.attend`; the delta is added to qkv first. Of qkv only the queries
-    are what they become there. `paged_attention` computes the attention.
+    are what they become there.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.

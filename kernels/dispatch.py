@@ -26,10 +26,10 @@ Linear = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations of one kind of device. What each computes is stated in `manylora.kernels.plain`.
+    """The operations of one kind of device. `manylora.kernels.plain` defines what each computes.
 
     Where there is `shrink`, `fused_add_rms_norm`, `silu_and_mul` and `attend` take a `LoraDelta` as their last operand
-    and add it to the first before anything else: bit for bit what `sgmv` and then the operation yield.
+    and first add it to their first operand. The result is bit for bit that of `sgmv` followed by the operation.
     """
 
     embed: Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -42,13 +42,13 @@ class Kernels:
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     attend: Callable[..., Tensor]
-    """All of a layer between its projections. In torch operators it is `manylora.kernels.attend.attend`."""
+    """The part of a layer between its projections, as `manylora.kernels.attend.attend` defines it."""
     shrink: Shrink | None = None
-    """The first half of `sgmv`, whose second half is done by the next operation; None where `sgmv` does both."""
+    """The first half of `sgmv`; the next operation does the second half. None where `sgmv` does both."""
     quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
-    """Makes a layer with weights in 8 or 4 bits; None where there are none."""
+    """Makes a layer with weights in 8 or 4 bits; None where these are not supported."""
     quantised_head: Callable[[Int8Weight], Linear] | None = None
-    """Makes a layer of logits with weights in 8 bits, in float32; None where there are none."""
+    """Makes a layer of logits in float32 with weights in 8 bits; None where these are not supported."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -56,10 +56,10 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 
     Args:
         device: Where the tensors are.
-        dtype: Of weights and activations.
+        dtype: Dtype of weights and activations.
 
     Raises:
-        ValueError: There are none for this kind of device.
+        ValueError: There are no operations for this kind of device.
         ConfigError: The device needs Triton, which is not installed.
     """
     if device.type == "cpu":
@@ -71,10 +71,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 @functools.cache
 def native_kernels() -> Kernels:
-    """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`.
-
-    Sampling uses torch operators, but for masks.
-    """
+    """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`. Sampling, but for masks, uses torch."""
     from manylora.kernels.native import attention, masks, quantised, rows, sgmv
 
     return replace(
@@ -93,7 +90,7 @@ def native_kernels() -> Kernels:
 
 @functools.cache
 def torch_kernels() -> Kernels:
-    """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
+    """The operations in torch operators, for a CPU without the C++ library and for dtypes that it does not know."""
     from manylora.kernels import attend
     from manylora.kernels.plain import attention, quantised, rows, sampling, sgmv
 
@@ -106,7 +103,7 @@ def torch_kernels() -> Kernels:
 
 @functools.cache
 def triton_kernels() -> Kernels:
-    """The Triton operations. Triton is an optional dependency: it is large, and only a GPU needs it.
+    """The operations in Triton. Triton is an optional dependency: it is large, and only a GPU needs it.
 
     On CPU tensors they run only where TRITON_INTERPRET=1 was set before Triton was first imported.
 

@@ -17,20 +17,20 @@ from manylora.kernels.plain.attention import check_operands
 from manylora.kernels.plain.rows import check_kv_write, check_rope
 
 TASK_ROWS = 128
-"""Query rows, over the heads of a KV group, that are computed together."""
+"""Query rows that are computed together, times the heads of a KV group."""
 ARGUMENTS = "iiiiiifiiiiiiiiiiifii"
-"""Of `attend` in C++, as `native_function` has them."""
+"""Types of the arguments of `attend` in C++, as `native_function` takes them."""
 
 
 def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
     Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`. While values are finite, a row's result
-    is bitwise the same whatever else is in the batch and however its prompt was cut.
+    is bit for bit the same, whatever else is in the batch and wherever its prompt was cut.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
-        MemoryError: There is none left.
+        MemoryError: No memory is left.
     """
     check_operands(q, kv, batch)
     tasks = _tasks(batch, q.shape[1], kv.k.shape[1])
@@ -74,16 +74,16 @@ def attend(
     batch: AttentionBatch,
     scale: float,
 ) -> Tensor:
-    """All of a layer between its fused projection and its output projection.
+    """Compute a layer between its fused projection and its output projection.
 
     Semantics and arguments: `manylora.kernels.attend.attend`. The result is overwritten by the next call with the
     same batch.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
-        MemoryError: There is none left.
+        MemoryError: No memory is left.
     """
-    # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    # Checks cost time in each step, so operands of the same kind as in an earlier layer are not checked again.
     cos, sin = rotation.factors()
     key = (
         "attend",
@@ -149,12 +149,12 @@ def attend(
 def _expect_memory(is_short: bool) -> None:
     if is_short:
         raise MemoryError(
-            "no memory left for attention; see memory.gib and memory.host_gib, which may be smaller"
+            "no memory is left for attention; set memory.gib or memory.host_gib to less"
         )
 
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys that the first row sees."""
+    """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys of the first row."""
     batch.expect_lists()
     most = max(1, TASK_ROWS * num_kv_heads // num_heads)
     tasks = []
@@ -168,7 +168,6 @@ def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarr
                 (request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)
             ]
         row += rows
-    tasks.sort(
-        key=lambda task: -task[2] * task[3]
-    )  # the most expensive first, so no thread ends with one
+    # The most expensive tasks come first, so that no thread ends with one of them.
+    tasks.sort(key=lambda task: -task[2] * task[3])
     return np.array(tasks, dtype=np.int32).reshape(-1, 4)

@@ -25,7 +25,7 @@ class QuantisedLinear:
         "out_features",
     )
     parts = 1
-    """Rows of codes of a row of x."""
+    """Rows of codes for each row of x."""
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
         check_layer(weight, bias)
@@ -61,7 +61,7 @@ class QuantisedLinear:
         y = torch.empty(
             (rows, self.out_features), dtype=x.dtype if self.parts == 1 else torch.float32
         )
-        # Codes of x, with their sums and scales, and what AMX reads of the 16 rows that the last ones belong to.
+        # Codes of x with their sums and scales, and padding: AMX reads 16 rows at once.
         codes = torch.empty((rows * self.parts + 15) * self._row_bytes, dtype=torch.uint8)
         native_function(self._name, x.dtype, "iiiiiiiiii")(
             x.data_ptr(),

@@ -13,10 +13,10 @@ from manylora.kernels.native.library import native_function
 from manylora.kernels.sgmv import GROUP_ROWS, SgmvOperands, check_operands
 
 MAX_RANK = 256
-"""What `native/sgmv.cpp` has room for."""
+"""Largest rank that `native/sgmv.cpp` has room for."""
 TILE_ROWS = 16
 TILE_RANK = 32
-"""What a product on AMX's tiles takes of the results of the first product, which therefore have padding."""
+"""A product on AMX's tiles reads this many rows and ranks at once, so the results of the first product have padding."""
 
 
 def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
@@ -29,7 +29,7 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
         ValueError: An operand does not fit.
     """
     arena_elements, tables, tiles, site, layer = operands
-    # Cheaper to look up than what `check_operands` knows, for a step is cold code.
+    # This key is cheaper to look up than that of `check_operands`, which counts in each step.
     key = (
         site,
         x.shape,

@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights, in torch operators. This defines the operation for all kernels."""
+"""Linear layers with quantised weights, in torch operators: the definition of the operation for all kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manylora.kernels.checks import expect
 from manylora.kernels.quantised import Int8Weight, QuantisedWeight, check_layer
 
 SMALLEST = 1e-30
-"""Magnitude of a row that is not taken for zeros."""
+"""Rows with a smaller largest magnitude count as zeros."""
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

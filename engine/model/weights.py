@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from manylora.engine.model.decoder import Decoder, DecoderLayer
 from manylora.engine.model.formats import FORMATS, dequantised, int8_rows
 from manylora.engine.model.formats.gguf_tensors import GgufTensors
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
 from manylora.engine.model.linear import Linear, make_head, make_linear
 from manylora.engine.model.quantisation import Quantisation
 from manylora.engine.model.rope import rope_table
@@ -143,7 +143,9 @@ class _Checkpoint:
     def check(self) -> None:
         """Refuse what does not fit the spec by name."""
         spec = self._spec
-        expected = {name: Part(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()}
+        expected = {
+            name: ExpectedTensor(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()
+        }
         if self._has_head_alone:
             expected[HEAD] = expected.pop(EMBEDDING)
         if spec.quantisation is not None and spec.quantisation.layout in FORMATS:
@@ -167,7 +169,9 @@ class _Checkpoint:
         for name, part in expected.items():
             self._check_part(name, part)
 
-    def _expect_quantised(self, quantisation: Quantisation, expected: dict[str, Part]) -> None:
+    def _expect_quantised(
+        self, quantisation: Quantisation, expected: dict[str, ExpectedTensor]
+    ) -> None:
         """Put the parts of each linear in place of its weight, unless that is stored in floats."""
         for name, part in list(expected.items()):
             is_linear = len(part.shapes[0]) == 2 and name != EMBEDDING
@@ -188,7 +192,7 @@ class _Checkpoint:
             expected |= {f"{linear.name}.{suffix}": entry for suffix, entry in parts.items()}
             self._quantised[name] = (linear, tuple(parts))
 
-    def _check_part(self, name: str, part: Part) -> None:
+    def _check_part(self, name: str, part: ExpectedTensor) -> None:
         entry = self._files[name].get_slice(name)
         dtype = entry.get_dtype()
         shape = tuple(entry.get_shape())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from manylora.engine.model.formats import awq, bitsandbytes, gptq, packed, scaled, three_half
-from manylora.engine.model.formats.stored import Part, StoredLinear, is_finite
+from manylora.engine.model.formats.stored import ExpectedTensor, StoredLinear, is_finite
 from manylora.kernels.quantised import Int8Weight
 
 
@@ -19,7 +19,7 @@ from manylora.kernels.quantised import Int8Weight
 class Format:
     """A way to store the weight of a linear."""
 
-    parts: Callable[[StoredLinear, Collection[str]], dict[str, Part]]
+    parts: Callable[[StoredLinear, Collection[str]], dict[str, ExpectedTensor]]
     """Which tensors a linear has, by the ends of their names, given the ends of those that are stored."""
     weight: Callable[[StoredLinear], torch.Tensor]
     """The weight, float32 [out_features, in_features]. Raises ConfigError where values cannot be right."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear, unpack
 
 BITS = 4
 PER_WORD = 8
@@ -14,15 +14,15 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which 4 bits of a word are of its first, second, ... output."""
 
 
-def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     rows = linear.out_features
     columns = linear.in_features
     groups = linear.num_groups
     return {
-        "qweight": Part(("I32",), ((columns, rows // PER_WORD),)),
-        "qzeros": Part(("I32",), ((groups, rows // PER_WORD),)),
-        "scales": Part(FLOATS, ((groups, rows),)),
+        "qweight": ExpectedTensor(("I32",), ((columns, rows // PER_WORD),)),
+        "qzeros": ExpectedTensor(("I32",), ((groups, rows // PER_WORD),)),
+        "scales": ExpectedTensor(FLOATS, ((groups, rows),)),
     }
 
 

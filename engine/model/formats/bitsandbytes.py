@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 
 from manylora import strict_json
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
 
 MOST = 127
 """Of an int8 weight."""
@@ -20,13 +20,13 @@ NESTED = "weight.nested_absmax"
 NESTED_MAP = "weight.nested_quant_map"
 
 
-def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     found = {
-        "weight": Part(("I8",), ((linear.out_features, linear.in_features),)),
-        "SCB": Part(FLOATS, ((linear.out_features,),)),
+        "weight": ExpectedTensor(("I8",), ((linear.out_features, linear.in_features),)),
+        "SCB": ExpectedTensor(FLOATS, ((linear.out_features,),)),
     }
-    return found | {FORMAT: Part(("U8",), ((), (1,)))} if FORMAT in stored else found
+    return found | {FORMAT: ExpectedTensor(("U8",), ((), (1,)))} if FORMAT in stored else found
 
 
 def int8_weight(linear: StoredLinear) -> torch.Tensor:
@@ -36,15 +36,17 @@ def int8_weight(linear: StoredLinear) -> torch.Tensor:
     return linear["weight"].float() * (linear["SCB"].float() / MOST).unsqueeze(1)
 
 
-def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    nested = {NESTED: Part(("F32",)), NESTED_MAP: Part(("F32",), ((256,),))}
+    nested = {NESTED: ExpectedTensor(("F32",)), NESTED_MAP: ExpectedTensor(("F32",), ((256,),))}
     is_nested = bool(nested.keys() & stored)
     found = {
-        "weight": Part(("U8",), ((-(-linear.out_features * linear.in_features // 2), 1),)),
-        ABSMAX: Part(("U8" if is_nested else "F32",)),
-        "weight.quant_map": Part(("F32",), ((16,),)),
-        _state(linear): Part(("U8",)),
+        "weight": ExpectedTensor(
+            ("U8",), ((-(-linear.out_features * linear.in_features // 2), 1),)
+        ),
+        ABSMAX: ExpectedTensor(("U8" if is_nested else "F32",)),
+        "weight.quant_map": ExpectedTensor(("F32",), ((16,),)),
+        _state(linear): ExpectedTensor(("U8",)),
     }
     return found | nested if is_nested else found
 

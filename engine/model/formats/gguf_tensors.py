@@ -17,7 +17,7 @@ from manylora.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TensorHeader:
     """Shape and dtype of a tensor, as safetensors gives them."""
 
     tensor: Any
@@ -50,7 +50,9 @@ class GgufTensors:
             mapping.get_name(name, (".weight", ".bias")): name for name in expected_tensors(spec)
         }
         self._entries = {
-            names.get(t.name, t.name): _Entry(t) for t in reader.tensors if t.name != ROPE_FACTORS
+            names.get(t.name, t.name): _TensorHeader(t)
+            for t in reader.tensors
+            if t.name != ROPE_FACTORS
         }
         self._heads = (
             {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if arch == "llama" else {}
@@ -60,7 +62,7 @@ class GgufTensors:
         """Names of the tensors; those that the model does not have keep the file's."""
         return iter(self._entries)
 
-    def get_slice(self, name: str) -> _Entry:
+    def get_slice(self, name: str) -> _TensorHeader:
         """Shape and dtype of a tensor."""
         return self._entries[name]
 

@@ -10,24 +10,32 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import (
+    FLOATS,
+    WORD_BITS,
+    ExpectedTensor,
+    StoredLinear,
+    unpack,
+)
 
 ORDER = "g_idx"
 BIAS = "bias"
 
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     rows = linear.out_features
     columns = linear.in_features
     groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
     found = {
-        "qweight": Part(("I32",), ((-(-columns // per_word), rows),)),
-        "qzeros": Part(("I32",), ((groups, -(-rows // per_word)),)),
-        "scales": Part(FLOATS, ((groups, rows),)),
-        ORDER: Part(("I32", "I64"), ((columns,),)),
-        BIAS: Part(FLOATS, ((rows,),)),  # some tools write one of zeros where the model has none
+        "qweight": ExpectedTensor(("I32",), ((-(-columns // per_word), rows),)),
+        "qzeros": ExpectedTensor(("I32",), ((groups, -(-rows // per_word)),)),
+        "scales": ExpectedTensor(FLOATS, ((groups, rows),)),
+        ORDER: ExpectedTensor(("I32", "I64"), ((columns,),)),
+        BIAS: ExpectedTensor(
+            FLOATS, ((rows,),)
+        ),  # some tools write one of zeros where the model has none
     }
     return {
         name: part for name, part in found.items() if name in stored or name not in (ORDER, BIAS)

@@ -6,7 +6,13 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import (
+    FLOATS,
+    WORD_BITS,
+    ExpectedTensor,
+    StoredLinear,
+    unpack,
+)
 
 PACKED = "weight_packed"
 SCALE = "weight_scale"
@@ -15,18 +21,18 @@ GROUPS = "weight_g_idx"
 SHAPE = "weight_shape"
 
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     rows = linear.out_features
     columns = linear.in_features
     groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
     found = {
-        PACKED: Part(("I32",), ((rows, -(-columns // per_word)),)),
-        SCALE: Part(FLOATS, ((rows, groups),)),
-        SHAPE: Part(("I64", "I32"), ((2,),)),
-        ZERO: Part(("I32",), ((-(-rows // per_word), groups),)),
-        GROUPS: Part(("I32", "I64"), ((columns,),)),
+        PACKED: ExpectedTensor(("I32",), ((rows, -(-columns // per_word)),)),
+        SCALE: ExpectedTensor(FLOATS, ((rows, groups),)),
+        SHAPE: ExpectedTensor(("I64", "I32"), ((2,),)),
+        ZERO: ExpectedTensor(("I32",), ((-(-rows // per_word), groups),)),
+        GROUPS: ExpectedTensor(("I32", "I64"), ((columns,),)),
     }
     return {
         name: part for name, part in found.items() if name in stored or name not in (ZERO, GROUPS)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
 
 SCALE = "weight_scale"
 INVERSE = "weight_scale_inv"
@@ -25,7 +25,7 @@ UNUSED = (
 )
 
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     rows = linear.out_features
     columns = linear.in_features
@@ -35,10 +35,13 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
         shapes = ((-(-rows // block[0]), -(-columns // block[1])),)
     scale = INVERSE if INVERSE in stored else SCALE
     dtypes = (linear.quantisation.variant,)
-    found = {"weight": Part(dtypes, ((rows, columns),)), scale: Part((*FLOATS, "F8_E8M0"), shapes)}
+    found = {
+        "weight": ExpectedTensor(dtypes, ((rows, columns),)),
+        scale: ExpectedTensor((*FLOATS, "F8_E8M0"), shapes),
+    }
     if ZERO in stored:
-        found[ZERO] = Part(("I8",), shapes)
-    return found | {name: Part((*FLOATS, "I8")) for name in UNUSED if name in stored}
+        found[ZERO] = ExpectedTensor(("I8",), shapes)
+    return found | {name: ExpectedTensor((*FLOATS, "I8")) for name in UNUSED if name in stored}
 
 
 def weight(linear: StoredLinear) -> torch.Tensor:

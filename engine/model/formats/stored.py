@@ -15,7 +15,7 @@ WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpectedTensor:
     """What a stored tensor must be."""
 
     dtypes: tuple[str, ...]

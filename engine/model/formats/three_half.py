@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import Part, StoredLinear
+from manylora.engine.model.formats.stored import ExpectedTensor, StoredLinear
 
 BLOCK = 64
 LEVELS = 11
@@ -24,11 +24,11 @@ MINIMUM = "weight_minimum"
 STEP = "weight_step"
 
 
-def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     blocks = -(-linear.in_features // BLOCK)
-    floats = Part(("F16",), ((linear.out_features, blocks),))
-    packed = Part(("U8",), ((linear.out_features, blocks * BYTES * GROUPS),))
+    floats = ExpectedTensor(("F16",), ((linear.out_features, blocks),))
+    packed = ExpectedTensor(("U8",), ((linear.out_features, blocks * BYTES * GROUPS),))
     return {PACKED: packed, MINIMUM: floats, STEP: floats}
 
 

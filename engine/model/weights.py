@@ -1,7 +1,7 @@
-"""Safetensors into a decoder: strict about names and shapes, q,k,v and gate,up fused, weights laid out for the device.
+"""Loading of safetensors into a decoder. Names and shapes must be exact; q, k, v and gate, up become one weight each.
 
-Linear weights that are stored quantised become floats, one at a time (`formats`). Reads safetensors only and runs no
-code of the checkpoint's. Knows nothing of adapters and pages.
+Quantised linear weights become floats, one at a time (`formats`). Reads safetensors only and runs no code of the
+checkpoint. Knows nothing of adapters and pages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from manylora.kernels.quantised import Int8Weight, side_by_side
 from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
 LEFTOVERS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-"""Endings of tensors without effect: the first follows from the config, the others are for a KV cache in 8 bits."""
+"""Endings of tensors without effect. The first follows from the config; the others are for a KV cache in 8 bits."""
 
 
 def base_digest(folder: Path) -> str:
@@ -57,15 +57,15 @@ def load_decoder(
     """Load a checkpoint.
 
     Args:
-        folder: With the safetensors files.
-        spec: Of the checkpoint in that folder.
-        dtype: What the weights are converted to.
-        device: Where the decoder runs.
-        weights: What the linear layers are kept in. They are rounded as they are read, one after another.
-        num_positions: Positions that will be used; None takes the model's own limit.
+        folder: Folder with the safetensors files.
+        spec: Spec of the checkpoint in that folder.
+        dtype: Dtype that the weights are converted to.
+        device: Device of the decoder.
+        weights: Format of the linear layers. They are rounded as they are read, one after another.
+        num_positions: Number of positions that will be used; None takes the model's own limit.
 
     Raises:
-        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it.
+        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind. The message names it.
     """
     kernels = kernels_for(device, dtype)
     with ExitStack() as stack:
@@ -92,10 +92,10 @@ def load_decoder(
 
 
 def check_checkpoint(folder: Path, spec: DecoderSpec) -> None:
-    """Refuse a checkpoint whose tensors do not fit the spec; none is read.
+    """Refuse a checkpoint whose tensors do not fit the spec. No tensor is read.
 
     Raises:
-        ConfigError: As `load_decoder`.
+        ConfigError: As in `load_decoder`.
     """
     with ExitStack() as stack:
         _Checkpoint(
@@ -121,7 +121,7 @@ class _Checkpoint:
         self._weights = weights
         self._files: dict[str, Any] = {}
         self._quantised: dict[str, tuple[StoredLinear, tuple[str, ...]]] = {}
-        """By the name of the weight: its linear, without tensors, and the names of these."""
+        """Linear without its tensors, and the names of these, by the name of the weight."""
         for path in files:
             try:
                 file = (
@@ -141,7 +141,7 @@ class _Checkpoint:
                 self._files[name] = file
 
     def check(self) -> None:
-        """Refuse what does not fit the spec by name."""
+        """Refuse tensors that do not fit the spec; the error names them."""
         spec = self._spec
         expected = {
             name: ExpectedTensor(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()
@@ -172,7 +172,7 @@ class _Checkpoint:
     def _expect_quantised(
         self, quantisation: Quantisation, expected: dict[str, ExpectedTensor]
     ) -> None:
-        """Put the parts of each linear in place of its weight, unless that is stored in floats."""
+        """Expect the parts of each linear in place of its weight, unless that is stored in floats."""
         for name, part in list(expected.items()):
             is_linear = len(part.shapes[0]) == 2 and name != EMBEDDING
             if not is_linear or (
@@ -217,7 +217,7 @@ class _Checkpoint:
         return tensor.to(self._device, dtype or self._dtype, copy=True).contiguous()
 
     def weight(self, name: str, kept: WeightFormat) -> torch.Tensor | Int8Weight:
-        """The weight of a linear: in `dtype`, or, where it is kept in fewer bits, in float32 or as it is stored."""
+        """The weight of a linear in `dtype`. If it is kept in fewer bits, it is in float32 or as it is stored."""
         dtype = self._dtype if kept == "bf16" else torch.float32
         if name not in self._quantised:
             return self.tensor(name, dtype)
@@ -232,7 +232,7 @@ class _Checkpoint:
         return dequantised(stored).to(self._device, dtype).contiguous()
 
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
-        """The linears `names` as one, their outputs side by side."""
+        """Join the linears `names` to one whose outputs are side by side."""
         weight = side_by_side(
             [self.weight(f"{prefix}{name}.weight", self._weights) for name in names]
         )

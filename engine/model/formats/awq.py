@@ -11,7 +11,7 @@ from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredL
 BITS = 4
 PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which 4 bits of a word are of its first, second, ... output."""
+"""Place in a word of the 4 bits of its first, second, ... output."""
 
 
 def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
@@ -34,5 +34,5 @@ def weight(linear: StoredLinear) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """[outputs, inputs or groups], from words."""
+    """Unpack words to [outputs, inputs or groups]."""
     return unpack(packed, BITS).view(len(packed), -1, PER_WORD)[..., PLACES].flatten(1).T

@@ -13,7 +13,7 @@ from manylora import strict_json
 from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
 
 MOST = 127
-"""Of an int8 weight."""
+"""Largest magnitude of an int8 weight."""
 FORMAT = "weight_format"
 ABSMAX = "weight.absmax"
 NESTED = "weight.nested_absmax"
@@ -32,7 +32,9 @@ def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Expec
 def int8_weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
     if FORMAT in linear.tensors and linear[FORMAT].any():
-        raise linear.error(FORMAT, "must be 0, rows as they are: other layouts are of one GPU")
+        raise linear.error(
+            FORMAT, "must be 0, for plain rows: other layouts are for one kind of GPU"
+        )
     return linear["weight"].float() * (linear["SCB"].float() / MOST).unsqueeze(1)
 
 
@@ -88,7 +90,7 @@ def _state(linear: StoredLinear) -> str:
 def _by_block(
     linear: StoredLinear, part: str, scales: torch.Tensor, size: int, count: int
 ) -> torch.Tensor:
-    """The scale of each of `count` values in blocks of `size`."""
+    """Scale of each of `count` values in blocks of `size`."""
     if scales.numel() != -(-count // size):
         raise linear.error(part, f"must have {-(-count // size)} values, got {scales.numel()}")
     return scales.repeat_interleave(min(size, count))[:count]

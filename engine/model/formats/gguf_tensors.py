@@ -31,11 +31,11 @@ class _TensorHeader:
 
 
 class GgufTensors:
-    """A GGUF file that is read as safetensors' `safe_open` reads its files.
+    """A GGUF file with the methods of safetensors' `safe_open`.
 
     Args:
         path: The file.
-        spec: What it holds, as `gguf_config` tells.
+        spec: Spec of its model, from `gguf_config`.
     """
 
     def __init__(self, path: Path, spec: DecoderSpec) -> None:
@@ -59,7 +59,7 @@ class GgufTensors:
         )
 
     def keys(self) -> Iterator[str]:
-        """Names of the tensors; those that the model does not have keep the file's."""
+        """Names of the tensors. Tensors that the model does not have keep their names in the file."""
         return iter(self._entries)
 
     def get_slice(self, name: str) -> _TensorHeader:
@@ -70,7 +70,7 @@ class GgufTensors:
         """A tensor in float32.
 
         Raises:
-            ConfigError: It has values that are infinite or NaN, or its type is not known.
+            ConfigError: It has values that are infinite or NaN, or its type is unknown.
         """
         from gguf import dequantize
 
@@ -86,9 +86,8 @@ class GgufTensors:
                 f"model.path: {name} has values that are infinite or NaN", param="model.path"
             )
         num_heads = self._heads.get(name.split(".")[-2], 0)
-        if (
-            num_heads
-        ):  # llama.cpp rotates neighbours, so it keeps the two halves of a head interleaved
+        if num_heads:
+            # llama.cpp rotates neighbours, so it keeps the two halves of a head interleaved.
             halves = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
         return tensor

@@ -1,7 +1,7 @@
 """GPTQ: 4 or 8 bits in words along the inputs, a scale and a zero point per output and group of inputs.
 
-Version 1 stores zero points less 1. Files do not always say their version rightly, so it is read from the values first:
-symmetric ones have the same zero point everywhere. `Quantisation.variant` is what the config says, gptq or gptq_v2.
+Version 1 stores zero points less 1. The version in files is not always right, so the values are examined first:
+symmetric ones have the same zero point everywhere. `Quantisation.variant` is the config's version, gptq or gptq_v2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTe
         ORDER: ExpectedTensor(("I32", "I64"), ((columns,),)),
         BIAS: ExpectedTensor(
             FLOATS, ((rows,),)
-        ),  # some tools write one of zeros where the model has none
+        ),  # some tools write a bias of zeros for a model without biases
     }
     return {
         name: part for name, part in found.items() if name in stored or name not in (ORDER, BIAS)

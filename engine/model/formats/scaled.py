@@ -1,6 +1,6 @@
-"""int8 and float8 weights with a scale for all, for a row or for a block: compressed-tensors, fine-grained FP8, others.
+"""int8 and float8 weights with one scale, or one for each row or block: compressed-tensors, fine-grained FP8, others.
 
-`weight` times `weight_scale`; DeepSeek's name `weight_scale_inv` is the same thing. Scales of inputs are not used.
+A value is `weight` times `weight_scale`, which DeepSeek calls `weight_scale_inv`. Scales of inputs are not used.
 `Quantisation.variant` is the dtype of the weight.
 """
 
@@ -53,7 +53,7 @@ def weight(linear: StoredLinear) -> torch.Tensor:
 
 
 def scales(linear: StoredLinear) -> torch.Tensor:
-    """What the stored weight is multiplied by, float32, in a shape that broadcasts over it."""
+    """Scales of the stored weight, float32, in a shape that broadcasts over it."""
     return _spread(linear, INVERSE if INVERSE in linear.tensors else SCALE)
 
 

@@ -1,9 +1,9 @@
 """3.5 bits: each weight is one of 11 levels, two share 7 bits, and 64 inputs of an output have a minimum and a step.
 
-The levels and blocks are Inferflow's. Eight pairs take seven bytes: the low bits of a byte are a pair's code, `first +
-11 * second`, and the high bits of all seven are the code of the eighth pair. Byte i of the block's four groups of eight
-pairs stand side by side, so that one word of 32 bits holds four codes. With minimum and step, float16, a block takes 32
-bytes: 4 bits a weight.
+The levels and blocks are Inferflow's. Eight pairs take seven bytes: the low bits of a byte are the code of a pair,
+`first + 11 * second`, and the high bits of all seven are the code of the eighth pair. A block has four groups of eight
+pairs. Their bytes i are neighbours, so that one word of 32 bits has four codes. With minimum and step in float16, a
+block takes 32 bytes, which is 4 bits a weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 64
 LEVELS = 11
 GROUPS = 4
 BYTES = 7
-"""Of pairs in a block, and of a group."""
+"""Bytes of a group of pairs; a block has `GROUPS` of them."""
 PACKED = "weight_packed"
 MINIMUM = "weight_minimum"
 STEP = "weight_step"
@@ -42,7 +42,7 @@ def weight(linear: StoredLinear) -> torch.Tensor:
 
 
 def encoded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parts that store a weight, float32 [out_features, in_features]; the last input fills the last block."""
+    """Encode a weight, float32 [out_features, in_features], to its parts. The last input fills up the last block."""
     padding = -weight.shape[1] % BLOCK
     blocks = torch.cat((weight, weight[:, -1:].expand(-1, padding)), 1).view(len(weight), -1, BLOCK)
     low, high = blocks.aminmax(dim=-1)
@@ -54,7 +54,7 @@ def encoded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def pack(levels: torch.Tensor) -> torch.Tensor:
-    """Bytes [rows, blocks * 28] of levels [rows, blocks, 64], uint8."""
+    """Pack levels [rows, blocks, 64] to bytes [rows, blocks * 28], uint8."""
     codes = (levels[..., 0::2] + LEVELS * levels[..., 1::2]).view(
         *levels.shape[:2], GROUPS, BYTES + 1
     )
@@ -64,13 +64,13 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Levels [rows, blocks, 64] of bytes [rows, blocks * 28], uint8."""
+    """Unpack bytes [rows, blocks * 28] to levels [rows, blocks, 64], uint8."""
     octets = packed.view(len(packed), -1, BYTES, GROUPS)
     last = torch.stack([(octets[:, :, bit] >> 7) << bit for bit in range(BYTES)]).sum(
         0, dtype=torch.uint8
     )
     codes = torch.cat((octets & 127, last.unsqueeze(2)), 2).transpose(-1, -2).int()
-    # As pairs of bytes, because a table of words is looked up faster than numbers are divided.
+    # A table of pairs of bytes is used, because a look-up is faster than a division.
     code = torch.arange(128, dtype=torch.uint8)
     pairs = torch.stack((code % LEVELS, code // LEVELS), 1).view(torch.int16).flatten()
     return pairs.index_select(0, codes.flatten()).view(torch.uint8).view(len(packed), -1, BLOCK)

@@ -1,4 +1,4 @@
-"""`manylora doctor`: looks at this machine and says what to do about what is wrong."""
+"""`manylora doctor`: checks this machine, and says how to repair what is wrong."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _chat_template(tokenizer: Tokenizer) -> Finding:
 
 
 def _weights(spec: DecoderSpec) -> Iterator[Finding]:
-    """What each format of weights takes and gives on a CPU."""
+    """Memory and speed of each format of weights on a CPU."""
     import torch
 
     from manylora.engine.model.device import choose_dtype

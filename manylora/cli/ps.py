@@ -1,4 +1,4 @@
-"""`manylora ps`: what is in the running engine's memory, or which servers there are behind a gateway."""
+"""`manylora ps`: the memory of the running engine, or the servers behind a gateway."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SHORT_DIGEST = len("sha256:") + 12
 
 
 def ps(url: URL = None, key: KEY = None, as_json: JSON = False, server: SERVER = None) -> None:
-    """List the adapters in memory, and what the memory pages hold; needs the admin key.
+    """List the adapters in memory, and the content of the memory pages. Needs the admin key.
 
     PREFIX counts pages of KV cache that were computed with the adapter, HOLDS the waiting requests for it, HITS the
-    requests that have run with it since it came into memory.
+    requests that ran with it since it came into memory.
 
-    A gateway lists its servers, and on which of them adapters are. BACKLOG is the work that waits at a replica, IN
-    FLIGHT counts the requests that this gateway sent there.
+    A gateway lists its servers and the places of adapters. BACKLOG is the work that waits at a replica, IN FLIGHT
+    counts the requests that this gateway sent there.
     """
     client = connect(url, key)
     servers = None if server else client.servers()
@@ -62,7 +62,7 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False, server: SERVER =
 
 
 def _print_servers(client: Client, body: Mapping[str, Any]) -> None:
-    """Print the servers, and where adapters are; a replica that does not say it is named on stderr."""
+    """Print the servers and the places of adapters. A replica that does not answer is named on stderr."""
     print_table([SERVERS, *server_rows(body)], LOADS)
     typer.echo(f"\n{servers_line(body)}")
     places: list[tuple[str, ...]] = []
@@ -93,7 +93,7 @@ def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def adapter_name(resident: Mapping[str, Any]) -> str:
-    """The first name, and how many others mean the same bytes; a digest that no version has any more is shortened."""
+    """First name of an adapter, and the number of others with the same bytes; without a version, a short digest."""
     names = resident["adapters"]
     if not names:
         return str(resident["digest"])[:SHORT_DIGEST]

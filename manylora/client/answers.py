@@ -1,4 +1,4 @@
-"""What a Manylora server answers, and the errors for all else."""
+"""Answers of a Manylora server, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def field(url: str, body: object, name: str, kind: type[Kind]) -> Kind:
 
 
 def refusal(answer: httpx.Response, key: str | None) -> ClientError:
-    """The error for an answer that is no success; its body has been read. `key` is the one that was sent."""
+    """Make the error for a failed answer whose body was read. `key` is the key that was sent."""
     status = answer.status_code
     wait = answer.headers.get("retry-after", "")
-    wait_s = float(wait) if wait.isascii() and wait.isdigit() else None  # a date is not read
+    wait_s = float(wait) if wait.isascii() and wait.isdigit() else None  # a date is ignored
     hint = "Set key= or MANYLORA_KEY." if status == httpx.codes.UNAUTHORIZED and not key else ""
     try:
         error = answer.json()["error"]
@@ -68,7 +68,7 @@ def refusal(answer: httpx.Response, key: str | None) -> ClientError:
 
 
 def unreachable(url: str, error: Exception) -> ClientError:
-    """The error for a server that does not answer, or has a certificate that is not trusted."""
+    """Make the error for a server that does not answer, or whose certificate is not trusted."""
     message = f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}."
     code = "unreachable"
     hint = "Is `manylora serve` running there? Set url= or MANYLORA_URL."
@@ -79,7 +79,7 @@ def unreachable(url: str, error: Exception) -> ClientError:
 
 
 def not_manylora(url: str) -> ClientError:
-    """The error for a server that answers something else than Manylora does."""
+    """Make the error for a server whose answer is not one of Manylora."""
     return ClientError(
         f"What answers at {url} is no Manylora server.",
         code="not_manylora",

@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from manylora.engine.grammar.string_patterns import ControlCharacterError, held_pattern
 from manylora.errors import InvalidRequestError
 
 MAX_SCHEMA_DEPTH = 64
@@ -184,6 +185,9 @@ class _Reader:
         if name in _HOLD_NAMED:
             if not isinstance(value, dict):
                 raise refusal(f"{name} must be an object of schemas.", path)
+            if name == "patternProperties":
+                for key in value:
+                    _pattern(key, f"{path}.{key}")
             return {
                 key: self.kept(each, f"{path}.{key}", depth, (*place, key))
                 for key, each in value.items()
@@ -206,6 +210,8 @@ class _Reader:
             self._check_multiple(value, path)
         elif name == "$ref":
             self._check_reference(str(value), path)
+        elif name == "pattern":
+            return _pattern(str(value), path)
         elif name in _CHECKS:
             _CHECKS[name](value, path)
         return value
@@ -227,6 +233,17 @@ class _Reader:
                 "Answers cannot be held to multiples of this fraction. Take another, or whole numbers.",
                 path,
             )
+
+
+def _pattern(pattern: str, path: str) -> str:
+    try:
+        return held_pattern(pattern)
+    except ControlCharacterError as error:
+        message = (
+            "Answers cannot be held to a pattern that asks for a control character other than "
+            "\\b, \\f, \\n, \\r and \\t. Leave it out, or list the texts in enum."
+        )
+        raise refusal(message, path) from error
 
 
 def num_remainders(value: object) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
 from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
+from manylora.engine.grammar.string_patterns import WITHOUT_ESCAPE
 from manylora.errors import InvalidRequestError
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -37,8 +37,6 @@ _NUMBERS = (*_LOWER, *_UPPER, "const", "enum")
 _ALONE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 _SHARED = ("$defs", "definitions")
 _UNTOLD = frozenset({*_SHARED, "$schema", "$id"})
-_DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters whose only escape is `\\u`."""
 _NAME = r'"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"'
 
 
@@ -449,7 +447,7 @@ def _is_object(schema: object) -> bool:
 def _is_wide(value: object) -> bool:
     """True if a value is or contains a number that a float may round, or a control character."""
     if isinstance(value, str):
-        return _DROPPED.search(value) is not None
+        return WITHOUT_ESCAPE.search(value) is not None
     if isinstance(value, dict | list):
         return any(map(_is_wide, value.values() if isinstance(value, dict) else value))
     return type(value) in (int, float) and abs(value) > LARGEST_EXACT  # type: ignore[arg-type]

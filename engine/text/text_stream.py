@@ -5,6 +5,7 @@ Tokens are decoded one at a time; the parts add up to the whole text.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -45,22 +46,25 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
         self._shown_ids = shown_ids if skip_special_tokens else NONE_SHOWN
-        self._run = bytearray()
+        self._restart(_context_of(tokenizer, prompt_ids))
+        self._run = bytearray(_byte_run(tokenizer, self._window))
         """Raw byte tokens at the end of the window."""
-        self._restart(list(prompt_ids[-CONTEXT_TOKENS:]))
+        self._num_given = len(self._run.decode(errors="ignore"))
+        """Number of whole characters of the run that belong to the prompt."""
 
     def num_waiting(self, token_id: int) -> int:
         """Number of whole characters before this token that were not returned, because they end a run of raw bytes."""
         if not self._run:
             return 0
         if not self._tokenizer.may_end_text(token_id, skip_special_tokens=False):
-            return len(self._run.decode(errors="ignore"))
-        return max(len(self._settled(self._decode(self._window))) - self._emitted, 0)
+            return len(self._run.decode(errors="ignore")) - self._num_given
+        return max(len(self._decode(self._window)) - self._emitted, 0)
 
     def push(self, token_id: int) -> str:
         """Add a token, and return the text that becomes final with it: often that of the token, sometimes none."""
         if self._tokenizer.may_end_text(token_id, skip_special_tokens=False):
             self._run.clear()
+            self._num_given = 0
         else:
             self._run += self._tokenizer.token_bytes(token_id)
         shown = self._shown_ids.get(token_id) if self._shown_ids else None
@@ -113,10 +117,33 @@ def settled_text(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> s
     """
     if not text.endswith(_UNFINISHED):
         return text
+    if run := _byte_run(tokenizer, token_ids):  # decoders write _UNFINISHED for each byte of it
+        try:
+            return text[: -len(run)] + getincrementaldecoder("utf-8")().decode(run)
+        except UnicodeDecodeError:  # no further byte makes characters of it
+            return text
     is_whole = b"".join(map(tokenizer.token_bytes, token_ids[-CONTEXT_TOKENS:])).endswith(
         _UNFINISHED.encode()
     )
     return text if is_whole else text.removesuffix(_UNFINISHED)
+
+
+def _byte_run(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
+    """Bytes of the raw byte tokens at the end of some tokens."""
+    start = len(token_ids)
+    while start and not tokenizer.may_end_text(token_ids[start - 1], skip_special_tokens=False):
+        start -= 1
+    return b"".join(map(tokenizer.token_bytes, token_ids[start:]))
+
+
+def _context_of(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """Last tokens of a prompt. They do not begin inside a run of raw byte tokens, unless it is very long."""
+    length = CONTEXT_TOKENS
+    while length < min(len(prompt_ids), MAX_WINDOW_TOKENS) and not tokenizer.may_end_text(
+        prompt_ids[-length], skip_special_tokens=False
+    ):
+        length += 1
+    return list(prompt_ids[-length:])
 
 
 def prompt_offsets(

@@ -175,6 +175,9 @@ MAX_OPEN = 100
 MAX_CLAIMED = 256
 """Most batches that one server runs at once."""
 LEASE_S = 30
+"""Seconds for which a server has a batch to itself."""
+RENEW_S = LEASE_S // 2
+"""Seconds left of that time below which it is renewed; before, a look writes nothing."""
 _BEFORE = {"in_progress": ("validating",), "finalizing": ("in_progress", "finalizing")}
 """From which statuses a batch goes on to another; it may end from every open one."""
 
@@ -277,21 +280,25 @@ class Batches(Transactions):
         free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
         turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
         due = (
-            select(BatchRow.id)
+            select(BatchRow)
             .where(*free)
             .order_by(turn, BatchRow.owner != owner, BatchRow.id)
             .limit(MAX_CLAIMED)
         )
-        ids = [row.id for row in await self.database.rows(due)]
+        async with self.database.read() as session:
+            found = (await session.scalars(due)).all()
+        renewed_s = now + RENEW_S
+        kept = tuple(row for row in found if row.owner == owner and row.lease_until >= renewed_s)
+        ids = [row.id for row in found if row.owner != owner or row.lease_until < renewed_s]
         if not ids:
-            return ()
+            return kept
         claimed = (
             update(BatchRow)
             .where(BatchRow.id.in_(ids), *free)
             .values(owner=owner, lease_until=now + LEASE_S)
         )
         async with self.database.write() as session:
-            return (await session.scalars(claimed.returning(BatchRow))).all()
+            return (*kept, *await session.scalars(claimed.returning(BatchRow)))
 
     async def release(self, owner: str) -> None:
         """Give up all batches of `owner`; the first server that claims them goes on."""

@@ -8,7 +8,7 @@ import pytest
 
 from manylora.config import BatchConfig
 from manylora.errors import ConflictError, ForbiddenError, NotFoundError
-from manylora.registry.batches import LEASE_S, LineResult, new_file
+from manylora.registry.batches import LEASE_S, RENEW_S, LineResult, new_file
 from manylora.registry.db.models import BatchRow, FileRow, TenantRow
 from manylora.registry.records import UsageQuery
 from manylora.registry.registry import Registry
@@ -89,6 +89,18 @@ async def test_a_batch_is_taken_over_only_when_its_owner_is_silent_or_leaves_it(
     assert await registry.batches.claim("a") == ()
     await registry.batches.release("b")
     assert len(await registry.batches.claim("a")) == 1
+
+
+async def test_an_owner_that_looks_again_writes_only_when_its_claim_grows_old(
+    registry: Registry, batch: BatchRow, clock: StandingClock
+) -> None:
+    (first,) = await registry.batches.claim("a")
+    clock.advance(LEASE_S - RENEW_S)
+    (again,) = await registry.batches.claim("a")
+    assert (again.id, again.lease_until) == (batch.id, first.lease_until)
+    clock.advance(1)
+    (renewed,) = await registry.batches.claim("a")
+    assert renewed.lease_until == first.lease_until + LEASE_S - RENEW_S + 1
 
 
 async def test_an_input_that_is_needed_stays(

@@ -94,9 +94,8 @@ def test_the_shrink_of_a_small_step_runs_beside_the_layer_and_is_awaited(
         events.append(f"linear on {streams[-1].name}")
         return x
 
-    paged = PagedLora(
-        lora_arena.arena, lora_arena.tables, BASE, replace(torch_kernels(), shrink=shrink)
-    )  # type: ignore[arg-type]
+    kernels = replace(torch_kernels(), shrink=shrink)  # type: ignore[arg-type]
+    paged = PagedLora(lora_arena.arena, lora_arena.tables, BASE, kernels)
     paged.side = Stream("side")  # type: ignore[assignment]
     tiles, x = torch.zeros((3, 1), dtype=torch.int32), torch.zeros(1, 4)
     assert list(paged.static_step(tiles, 16, is_small=True).project(0, 0, linear, x)) == [

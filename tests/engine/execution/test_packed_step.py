@@ -84,9 +84,9 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
             seen_by[first + offset] = (position + offset + 1, table)
     row, samples = 0, []
     slots = [
-        -1 if plan.chunks[place].adapter is None else plan.chunks[place].adapter.slot
+        -1 if plan.chunks[place].adapter is None else plan.chunks[place].adapter.slot  # type: ignore[union-attr]
         for place in step.order
-    ]  # type: ignore[union-attr]
+    ]
     assert slots == sorted(slots)
     assert sorted(step.order) == list(range(len(plan.chunks)))
     for index, place in enumerate(step.order):

@@ -267,9 +267,8 @@ def test_a_hub_id_is_downloaded_without_code_and_duplicates(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("some-org/Some-Model_1.5") == model
     assert asked["repo_id"] == "some-org/Some-Model_1.5"
-    assert not any(
-        str(pattern).endswith((".py", ".bin", "*")) for pattern in asked["allow_patterns"]
-    )  # type: ignore[attr-defined]
+    allowed = asked["allow_patterns"]
+    assert not any(str(each).endswith((".py", ".bin", "*")) for each in allowed)  # type: ignore[attr-defined]
     assert "consolidated*" in asked["ignore_patterns"]  # type: ignore[operator]
 
 

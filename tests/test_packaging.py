@@ -85,7 +85,7 @@ def test_what_is_to_be_installed_is_ours_and_has_its_extras() -> None:
         if not is_ours and not {(file, what), (file, package)} & OTHERS:
             wrong.add((file, what))
     assert wrong == set()
-    assert {"quant", "s3", "postgres", "cluster", "ray", "triton", "cuda"} <= named
+    assert {"quant", "s3", "postgres", "cluster", "ray", "triton"} <= named
 
 
 def printed(code: str) -> str:

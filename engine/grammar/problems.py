@@ -79,7 +79,7 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\)")
 
 def schema_problem(raw: str) -> str:
     """Translate a message of llguidance about a schema."""
-    return _told(raw, _OF_SCHEMAS) or "answers cannot be held to it"
+    return _translated(raw, _OF_SCHEMAS) or "answers cannot be held to it"
 
 
 def grammar_problem(raw: str, *, has_lines: bool = True) -> str:
@@ -89,12 +89,12 @@ def grammar_problem(raw: str, *, has_lines: bool = True) -> str:
         raw: The message.
         has_lines: True if the client wrote the lines that the message counts.
     """
-    told = _told(raw, _OF_GRAMMARS) or "it cannot be read"
+    problem = _translated(raw, _OF_GRAMMARS) or "it cannot be read"
     place = _PLACE.match(raw) if has_lines else None
-    return told if place is None else f"line {place[1]}, column {place[2]}: {told}"
+    return problem if place is None else f"line {place[1]}, column {place[2]}: {problem}"
 
 
-def _told(raw: str, texts: _Texts) -> str | None:
+def _translated(raw: str, texts: _Texts) -> str | None:
     head = raw.partition("\n   1 |")[0].partition("\n<state>")[0].partition("<backtrace>")[0]
     for pattern, meaning in texts:
         if (found := re.search(pattern, head)) is not None:

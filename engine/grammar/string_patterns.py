@@ -16,6 +16,7 @@ _PIECE = re.compile(
 )
 WITHOUT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Control characters whose only escape is `\\u`."""
+_WITHOUT_LAST = r"&&[^\x1f]]"
 _NAMED = {r"\a": "\a", r"\v": "\v"}
 
 
@@ -39,7 +40,8 @@ def held_pattern(pattern: str) -> str:
                 raise ControlCharacterError(pattern)
             written.append(_without_last(text) if text[:2] in (r"\p", r"\P") else text)
             continue
-        is_first = len(opened) == 1 or (len(opened) == 2 and opened[1].group() == "^")
+        before = [each.group() for each in opened[-2:]]
+        is_first = before[-1:] == ["["] or before == ["[", "^"]
         opened.append(piece)
         depth += (text == "[") - (text == "]" and not is_first)
         if not depth:
@@ -50,6 +52,9 @@ def held_pattern(pattern: str) -> str:
 
 def _held_class(pieces: Sequence[re.Match[str]]) -> str:
     text = "".join(piece.group() for piece in pieces)
+    if text.endswith(_WITHOUT_LAST):  # written here before
+        held_pattern(text[1:].removesuffix(_WITHOUT_LAST))
+        return text
     if any(map(_is_control, pieces)):
         others = [each for each in pieces[1:-1] if not _is_control(each) and each.group() != "-"]
         if not others or "[" in text[1:] or re.search(r"&&|--|~~", text):
@@ -61,7 +66,7 @@ def _held_class(pieces: Sequence[re.Match[str]]) -> str:
 
 def _without_last(text: str) -> str:
     """A class without the last control character, so that it never has all of them."""
-    return rf"[{text}&&[^\x1f]]"
+    return f"[{text}{_WITHOUT_LAST}"
 
 
 def _is_control(piece: re.Match[str]) -> bool:

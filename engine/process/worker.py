@@ -93,7 +93,7 @@ class EngineLoop:
         self._poller.register(self.wakeup.fileno(), zmq.POLLIN)
         self._is_open = True
         self._next_load_s = 0.0
-        self._is_idle_told = True
+        self._is_idle_reported = True
         self._num_ahead = 0
         """Number of messages of outputs that the client has not passed on."""
         self._num_rounds = 0
@@ -117,7 +117,7 @@ class EngineLoop:
             if outputs:
                 self._send(messages.Outputs(outputs=outputs))
                 self._num_ahead += 1
-            self._tell_load()
+            self._report_load()
             timeout_ms = BLOCKED_POLL_MS if self.core.has_work() else IDLE_POLL_MS
             if self.core.num_steps > steps_before and not self._is_too_far_ahead():
                 timeout_ms = 0
@@ -125,14 +125,14 @@ class EngineLoop:
     def _is_too_far_ahead(self) -> bool:
         return self._num_ahead >= MAX_STEPS_AHEAD
 
-    def _tell_load(self) -> None:
+    def _report_load(self) -> None:
         """Send the load every `LOAD_PERIOD_S` while there is work, and once when there is no more."""
         has_work = self.core.has_work()
         now_s = time.monotonic()
-        if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
+        if (now_s >= self._next_load_s) if has_work else not self._is_idle_reported:
             self._send(messages.Load(self.core.load()))
             self._next_load_s = now_s + LOAD_PERIOD_S
-        self._is_idle_told = not has_work
+        self._is_idle_reported = not has_work
 
     def _read(self) -> list[RequestOutput]:
         """Act on all messages that have come, and return the refusals."""

@@ -10,7 +10,7 @@ import httpx
 from manylora.errors import ClientError
 
 Json = dict[str, Any]
-Kind = TypeVar("Kind")
+FieldT = TypeVar("FieldT")
 
 
 def json_object(url: str, text: str | bytes) -> Json:
@@ -24,7 +24,7 @@ def json_object(url: str, text: str | bytes) -> Json:
     return body
 
 
-def field(url: str, body: object, name: str, kind: type[Kind]) -> Kind:
+def field(url: str, body: object, name: str, kind: type[FieldT]) -> FieldT:
     """Take a field that every Manylora server sends."""
     value = body.get(name) if isinstance(body, dict) else None
     if not isinstance(value, kind):

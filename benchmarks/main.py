@@ -1,4 +1,4 @@
-"""All benchmarks by name, and what they share. `python -m manylora.benchmarks.main NAME` needs no typer.
+"""Benchmarks by name, and the way they are run. `python -m manylora.benchmarks.main NAME` needs no typer.
 
 The module of a benchmark says in its docstring what it asks and how, adds its own options (`add_options`, if it has
 any) and measures what they ask for (`measure`). All else is the same for all of them and stands here and in
@@ -23,19 +23,10 @@ BENCHMARKS = {
     "compare": ("http.compare", "Load Manylora and another OpenAI-compatible server in turns."),
     "fairness": ("http.fairness", "Ask quietly while another tenant floods the server."),
     "overload": ("http.overload", "Send more requests than the server can answer."),
-    "batching": ("pool.batching", "Compare static, windowed and continuous batching."),
     "offline": ("engine.offline", "Compare with transformers and PEFT in one process."),
-    "adapters": ("pool.adapter_count", "Serve from 5 to 2,000 adapters with room for 20."),
     "adapters-http": (
         "http.adapters_http",
         "Ask a server for 5 to 2,000 adapters, popular and rare ones.",
-    ),
-    "cliff": ("pool.cliff", "Serve more adapters than fit."),
-    "unified": ("pool.unified", "Compare one pool with two halves."),
-    "stall": ("engine.step_stall", "Time steps while adapters load."),
-    "grammar": (
-        "engine.grammar_cost",
-        "Time answers that are held to schemas, and hostile schemas.",
     ),
     "push": ("http.push", "Push versions as a trainer does, and time their first tokens."),
     "gateway": ("http.gateway", "Ask two replicas directly and through a gateway."),

@@ -16,12 +16,12 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(slots=True)
-class RequestRecord:
-    """The times and tokens of one request; times in seconds on one clock."""
+class Reply:
+    """The answer to one request, with its times; times in seconds on one clock."""
 
     model: str
     due_s: float
-    """When it should start; in a closed loop, when it was sent."""
+    """When the request should start; in a closed loop, when it was sent."""
     token_times_s: list[float] = field(default_factory=list)
     """When each piece of output arrived."""
     done_s: float = math.nan
@@ -30,6 +30,23 @@ class RequestRecord:
     completion_tokens: int = 0
     """As the server reports it."""
     error: str | None = None
+    sent_s: float = math.nan
+    head_s: float = math.nan
+    """When status and headers were there."""
+    status: int = 0
+    """0 when no answer came."""
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+
+    @property
+    def is_refused(self) -> bool:
+        """The server refused the request for now (429 or 503)."""
+        return self.status in (429, 503)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Retry-After in seconds; None without one."""
+        value = self.headers.get(b"retry-after", b"")
+        return float(value) if value.isdigit() else None
 
     @property
     def ttft_s(self) -> float:
@@ -72,27 +89,33 @@ def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float
     }
 
 
-def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Figures of a run of finished and failed requests, in any order.
+def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> float:
+    """Tokens that came within a span, per second of it."""
+    tokens = sum(start_s <= time_s < end_s for reply in replies for time_s in reply.token_times_s)
+    return tokens / (end_s - start_s)
+
+
+def summarise(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Figures of finished and failed requests, in any order.
 
     Rates are over the time from the first due request to the end of the last.
     """
-    good = [record for record in records if record.error is None]
-    ends = [record.done_s for record in records if not math.isnan(record.done_s)]
-    duration = max(ends) - min(record.due_s for record in records) if ends else math.nan
-    completion = sum(record.completion_tokens for record in good)
-    prompt = sum(record.prompt_tokens for record in good)
+    good = [reply for reply in replies if reply.error is None]
+    ends = [reply.done_s for reply in replies if not math.isnan(reply.done_s)]
+    duration = max(ends) - min(reply.due_s for reply in replies) if ends else math.nan
+    completion = sum(reply.completion_tokens for reply in good)
+    prompt = sum(reply.prompt_tokens for reply in good)
     return {
-        "requests": len(records),
-        "errors": len(records) - len(good),
+        "requests": len(replies),
+        "errors": len(replies) - len(good),
         "duration_s": duration,
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "requests_per_s": len(good) / duration,
         "output_tokens_per_s": completion / duration,
         "total_tokens_per_s": (prompt + completion) / duration,
-        "ttft_ms": distribution([record.ttft_s for record in good], 1e3),
-        "tpot_ms": distribution([record.tpot_s for record in good], 1e3),
-        "itl_ms": distribution([gap for record in good for gap in record.gaps_s], 1e3),
-        "latency_ms": distribution([record.latency_s for record in good], 1e3),
+        "ttft_ms": distribution([reply.ttft_s for reply in good], 1e3),
+        "tpot_ms": distribution([reply.tpot_s for reply in good], 1e3),
+        "itl_ms": distribution([gap for reply in good for gap in reply.gaps_s], 1e3),
+        "latency_ms": distribution([reply.latency_s for reply in good], 1e3),
     }

@@ -35,7 +35,7 @@ class ModelShape:
         return self.hidden // self.num_heads
 
     def spec(self) -> DecoderSpec:
-        """What the engine reads from its config; a vocabulary of one token, because sizes here do not depend on it."""
+        """The description that the engine reads from its config; with one token, on which no size here depends."""
         return decoder_spec(
             {"architectures": ["LlamaForCausalLM"], "vocab_size": 1, **self.config_fields()}
         )

@@ -1,4 +1,4 @@
-"""What benchmarks share: numbers on command lines, runs in turns, what every result carries, and how it is written."""
+"""Parts of all benchmarks: numbers on command lines, runs in turns, and results with their provenance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manylora.config import usable_cores
 from manylora.errors import ConfigError, ManyloraError
 
 DEFAULT_CACHE = Path.home() / ".cache" / "manylora" / "benchmarks"
-"""Where benchmarks keep what they generate."""
+"""Folder of what benchmarks generate."""
 FILE_WIDTH = 240
 """Columns of a table that is not printed on a terminal."""
 SHOWN = ("median", "min", "max")
@@ -55,6 +55,23 @@ def counts(text: str) -> list[int]:
         argparse.ArgumentTypeError: They are not.
     """
     return [positive(each) for each in text.split(",")] if text else []
+
+
+def add_positive(add: AddOption, **options: tuple[int, str]) -> None:
+    """Add options that are whole numbers from 1, each with its default and its help."""
+    for name, (default, about) in options.items():
+        add("--" + name.replace("_", "-"), type=positive, default=default, help=about)
+
+
+def add_settings_option(add: AddOption) -> None:
+    """Add `--set`, the settings of a server that a benchmark starts."""
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of the server; may be repeated",
+    )
 
 
 def take_turns(
@@ -119,6 +136,16 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
         "min": min(values),
         "max": max(values),
         "repeats": list(values),
+    }
+
+
+def spreads(
+    runs: Mapping[str, Sequence[Mapping[str, float]]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Spreads of the figures of each contender, from its runs."""
+    return {
+        name: {figure: spread([run[figure] for run in each]) for figure in each[0]}
+        for name, each in runs.items()
     }
 
 
@@ -198,7 +225,7 @@ def tell(
 
 
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
-    """The same JSON with NaN and infinities as null, floats of six digits, and paths as text."""
+    """Copy JSON, with NaN and infinities as null, floats of six digits, and paths as text."""
     if isinstance(value, Mapping):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

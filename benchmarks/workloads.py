@@ -1,14 +1,12 @@
-"""Which adapter each request asks for, when, and for how many tokens: the workloads of papers that others use too.
+"""Popularity of adapters, and times at which requests arrive.
 
-Popularity patterns follow Punica (arXiv:2310.18547, section 7), arrivals follow S-LoRA
-(arXiv:2311.03285, section 7). Everything is seeded. It knows no servers and no models.
+Everything is seeded. It knows no servers and no models.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,8 +14,9 @@ import numpy as np
 
 from manylora.errors import ConfigError
 
-PATTERNS = ("uniform", "zipf:1.5")
-"""Popularity patterns; zipf takes any base above 1."""
+PATTERNS = "uniform, or zipf:1.5 with any exponent"
+"""Popularity patterns."""
+_DRAWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,100 +31,44 @@ class TimedRequest:
     output_tokens: int
 
 
-def adapter_counts(pattern: str, num_requests: int, num_adapters: int) -> list[int]:
-    """Requests per adapter, most popular first.
+def draw_adapters(pattern: str, num_adapters: int, seed: int) -> Iterator[int]:
+    """Draw the adapters of requests, without end.
 
     Semantics:
-        uniform    all adapters, as equally as possible
-        zipf:b     groups of floor(b**k), k = 0, 1, ..., as long as they leave a rest; the rest is one group
+        uniform    all adapters, shuffled, again and again
+        zipf:e     Zipf's law with exponent e: `P(i)` is proportional to `1 / (i + 1) ** e`
 
     Args:
         pattern: One of the above.
-        num_requests: Requests in all, at least 1.
-        num_adapters: Adapters there are. The smallest zipf groups are merged into the last one.
+        num_adapters: Number of adapters, at least 1.
+        seed: Determines the draws.
 
     Raises:
-        ConfigError: The pattern is unknown, or there are no requests or adapters.
+        ConfigError: The pattern is unknown.
     """
-    if num_requests < 1 or num_adapters < 1:
-        raise ConfigError(
-            f"need at least one request and one adapter, got {num_requests} and {num_adapters}"
-        )
-    if pattern == "uniform":
-        share, rest = divmod(num_requests, num_adapters)
-        return [count for count in [share + 1] * rest + [share] * (num_adapters - rest) if count]
-    counts = _zipf_counts(_zipf_base(pattern), num_requests)
+    found = re.fullmatch(r"uniform|zipf:(\d+(\.\d+)?)", pattern, re.ASCII)
+    if found is None:
+        raise ConfigError(f"popularity must be {PATTERNS}, got {pattern!r}", param="popularity")
+    random = np.random.Generator(np.random.PCG64(seed))
     return (
-        [*counts[: num_adapters - 1], sum(counts[num_adapters - 1 :])]
-        if len(counts) > num_adapters
-        else counts
+        _uniform(random, num_adapters)
+        if found[1] is None
+        else _zipf(random, num_adapters, float(found[1]))
     )
 
 
-def assign_adapters(pattern: str, num_requests: int, num_adapters: int, seed: int) -> list[int]:
-    """Adapter index of each request: the pattern's counts, shuffled."""
-    counts = adapter_counts(pattern, num_requests, num_adapters)
-    indices = np.repeat(np.arange(len(counts)), counts)
-    np.random.Generator(np.random.PCG64(seed)).shuffle(indices)
-    return indices.tolist()
+def _uniform(random: np.random.Generator, num_adapters: int) -> Iterator[int]:
+    while True:
+        yield from random.permutation(num_adapters).tolist()
 
 
-def slora_trace(
-    num_adapters: int,
-    num_requests: int,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    *,
-    alpha: float = 1,
-    seed: int,
-) -> list[TimedRequest]:
-    """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator.
-
-    Arrivals are a Poisson process of one request a second.
-
-    Args:
-        num_adapters: Adapters there are.
-        num_requests: Requests in all.
-        inputs: Prompt tokens, upper end excluded.
-        outputs: Output tokens, upper end excluded.
-        alpha: Popularity, `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0.
-        seed: Of all draws.
-    """
-    random = np.random.RandomState(seed)
-    adapters = (random.power(alpha, num_requests) * num_adapters).astype(int)
-    lengths = [random.randint(low, high, num_requests) for low, high in (inputs, outputs)]
-    arrivals = np.cumsum(random.gamma(1, 1, num_requests))
-    columns = (each.tolist() for each in (arrivals, adapters, *lengths))
-    return [TimedRequest(*values) for values in zip(*columns, strict=True)]
+def _zipf(random: np.random.Generator, num_adapters: int, exponent: float) -> Iterator[int]:
+    weights = 1 / np.arange(1, num_adapters + 1) ** exponent
+    while True:
+        yield from random.choice(num_adapters, _DRAWN, p=weights / weights.sum()).tolist()
 
 
 def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
-    """Arrival times in seconds of a Poisson process of so many requests a second."""
+    """Arrival times in seconds of a Poisson process with this rate in requests a second."""
     random = np.random.Generator(np.random.PCG64(seed))
     return cast("list[float]", np.cumsum(random.gamma(1, 1 / rate, num_requests)).tolist())
-
-
-def zipf_adapters(num_adapters: int, *, seed: int) -> Iterator[int]:
-    """Adapters by Zipf's law with exponent 1, without end: `P(i)` is proportional to `1 / (i + 1)`."""
-    weights = 1 / np.arange(1, num_adapters + 1)
-    random = np.random.Generator(np.random.PCG64(seed))
-    while True:
-        yield from random.choice(num_adapters, 4096, p=weights / weights.sum()).tolist()
-
-
-def _zipf_base(pattern: str) -> float:
-    found = re.fullmatch(r"zipf:(\d+(\.\d+)?)", pattern, re.ASCII)
-    base = float(found[1]) if found else 0.0
-    if base <= 1:
-        known = ", ".join(PATTERNS)
-        raise ConfigError(
-            f"popularity must be one of {known} (zipf with a base above 1), got {pattern!r}"
-        )
-    return base
-
-
-def _zipf_counts(base: float, num_requests: int) -> list[int]:
-    groups: list[int] = []
-    while (rest := num_requests - sum(groups)) > (size := math.floor(base ** len(groups))):
-        groups.append(size)
-    return sorted([*groups, rest], reverse=True)

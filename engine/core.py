@@ -34,7 +34,7 @@ MAX_FAILURES = 3
 """The engine gives up when this many plans or steps failed with no good step between them."""
 STEP_FAILED = "step %d failed; its %d requests end with an error"
 CHECK_DIVISOR = 100
-"""An idle engine verifies its page counts for at most one second in so many, since a request may come meanwhile."""
+"""An idle engine verifies its page counts for at most one second in 100, since a request may come meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepInFlight:
     plan: StepPlan
     launched: LaunchedStep
     started_s: float
-    """When it was planned."""
+    """Second at which it was planned."""
 
 
 class EngineCore:
@@ -54,8 +54,8 @@ class EngineCore:
         scheduler: Decides what to compute. The engine's pages, caches and adapters are those of its table.
         runner: Computes it.
         boot_id: Id of this start of the engine.
-        overlaps: Whether a step is launched before the results of the one before it are taken in.
-        set_stepping: Called with how many requests run in steps and how many more could; loads give way to steps.
+        overlaps: True if a step is launched before the results of the one before it are taken in.
+        set_stepping: Called with the number of requests in steps and of those that could be; loads give way to steps.
         compiles: Watches for kernels that are compiled while requests are served; ended by `close`.
         clock: Monotonic seconds.
     """
@@ -77,7 +77,7 @@ class EngineCore:
         self._table = scheduler.table
         self._kv = scheduler.table.kv
         self.residency = scheduler.table.residency
-        """Where adapters are; between two pumps they may be pinned, warmed and forgotten there."""
+        """Adapters on device and host; between two pumps they may be pinned, warmed and forgotten there."""
         self._boot_id = boot_id
         self._overlaps = overlaps
         self._set_stepping = set_stepping
@@ -94,14 +94,13 @@ class EngineCore:
         self._next_check_s = 0.0
         self._history = StepHistory()
         self._last_step_s: float | None = None
-        """When the last step was complete."""
+        """Second at which the last step was complete."""
 
     @property
     def num_compiles(self) -> int:
         """Kernels compiled since start, each while requests waited."""
-        return sum(
-            tuple(self._compiles.counts.values())
-        )  # a copy: another thread may ask during a compilation
+        # A copy: another thread may ask during a compilation.
+        return sum(tuple(self._compiles.counts.values()))
 
     def submit(self, request: GenerationRequest) -> None:
         """Take a request in.
@@ -130,7 +129,7 @@ class EngineCore:
         self._kv.prefixes.evict_unused()
 
     def has_work(self) -> bool:
-        """Whether `pump` has something to do besides finishing loads."""
+        """True if `pump` has something to do besides finishing loads."""
         return self._scheduler.has_work() or bool(self._in_flight)
 
     def pump(self) -> list[RequestOutput]:
@@ -170,14 +169,15 @@ class EngineCore:
     def status(self, *, is_detailed: bool = False) -> EngineStatus:
         """A snapshot, with `page_map` and `batches` if it is to be detailed. Takes in the step in flight first."""
         self._settle()
-        table, kv = self._table, self._kv
+        table = self._table
+        kv = self._kv
         self._status_seq += 1
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
         return EngineStatus(
             boot_id=self._boot_id,
             seq=self._status_seq,
             running=len(table.running),
-            base_running=sum(state.lease is None for state in table.running),
+            base_running=sum(state.adapter.lease is None for state in table.running),
             waiting=len(table.waiting),
             pause=self._scheduler.pause,
             waiting_reasons=table.waiting.reasons(),
@@ -286,10 +286,11 @@ class EngineCore:
         self._scheduler.fail_step(plan)
 
     def _end_step(self, plan: StepPlan, started_s: float) -> None:
-        """A step is complete, or failed: what it used is free."""
+        """Free the pages of a step that is complete, or failed, and take note of its time."""
         self._completed_step = plan.step
         self._scheduler.complete(plan.step)
-        before_s, self._last_step_s = self._last_step_s, self._clock()
+        before_s = self._last_step_s
+        self._last_step_s = self._clock()
         # With overlap the device begins a step when it has ended the one before.
         seconds = self._last_step_s - (started_s if before_s is None else max(started_s, before_s))
         self._scheduler.note_step(plan, seconds)

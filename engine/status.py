@@ -8,6 +8,7 @@ from typing import Literal
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.ref import ResidentAdapter as ResidentAdapter
 from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.kernels.weight_format import WeightFormat, number_format
 from manylora.memory.geometry import PageGeometry
 from manylora.memory.page_map import PageMap
@@ -109,31 +110,6 @@ class StepBatches:
     """Digests of the adapters with the most requests in these steps, at most 8, most requests first."""
     steps: list[list[int]]
     """Steps, oldest first, at most 64: number of the step, requests of the base, of each of `adapters`, of others."""
-
-
-@dataclass(
-    slots=True, kw_only=True
-)  # frozen instances take three times as long to make, and there may be thousands
-class TenantLoad:
-    """Requests and work of one tenant in the engine. Units are those of `manylora.engine.fairness.tenant_service`."""
-
-    weight: float = 1.0
-    running: int = 0
-    """Number of requests with pages."""
-    paused: int = 0
-    """Number of running requests that had no row in the last step."""
-    waiting: int = 0
-    """Number of requests without pages."""
-    reasons: dict[str, int] = field(default_factory=dict)
-    """Waiting requests by reason, as in `EngineStatus.waiting_reasons`."""
-    queued: float = 0.0
-    """Units of work for its waiting requests, with predicted output lengths."""
-    backlog: float = 0.0
-    """Units of work for its waiting and running requests, with predicted output lengths."""
-    rate: float = 0.0
-    """Units per second that were computed for it lately."""
-    service: float = 0.0
-    """Units that were computed for it since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

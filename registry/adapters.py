@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 from sqlalchemy import Select, and_, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -16,9 +16,18 @@ from sqlalchemy.orm import aliased
 
 from manylora.adapters.ref import LoraSpec
 from manylora.registry import audit, names
+from manylora.registry.aliases import (
+    check_not_split,
+    main_version,
+    meant_by,
+    pick,
+    point_aliases,
+    read_aliases,
+)
 from manylora.registry.audit import ADMIN
-from manylora.registry.cache import Transactions
+from manylora.registry.cache import ReadThroughCache, Transactions
 from manylora.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
+from manylora.registry.publication import Publication
 from manylora.registry.records import (
     Adapter,
     AdapterIdentity,
@@ -27,16 +36,19 @@ from manylora.registry.records import (
     Page,
     Removed,
     Resolution,
-    Shares,
     VersionFacts,
+    VersionWeights,
     to_record,
 )
 from manylora.registry.removal import CHUNK, mark, remove_versions, unreferenced_blobs
-from manylora.registry.uploads import Publication
 
 
+@dataclass(eq=False)
 class Adapters(Transactions):
     """The part of the registry that keeps adapters and their versions."""
+
+    resolved: ReadThroughCache[tuple[str, str], Resolution]
+    """Versions by tenant and selector."""
 
     @asynccontextmanager
     async def publishing(
@@ -108,8 +120,8 @@ class Adapters(Transactions):
                 session.add(version)
             await session.flush()
             if activate:
-                await names.check_not_split(session, row.id)
-                await names.point_aliases(session, row.id, {names.DEFAULT_ALIAS: version.version})
+                await check_not_split(session, row.id)
+                await point_aliases(session, row.id, {names.DEFAULT_ALIAS: version.version})
             removed = await mark(session, version, life, is_new=is_new)
             (adapter,) = await _records(session, [row])
             adapter = replace(adapter, current=_version(version))
@@ -146,7 +158,7 @@ class Adapters(Transactions):
         )
 
     async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
-        """What others let this tenant call, by owner and name: an adapter, with the version if one alone is granted."""
+        """Adapters that others let this tenant call, by owner and name, with the version if one alone is granted."""
         is_granted = and_(
             VersionRow.adapter_id == AdapterRow.id, VersionRow.version == GrantRow.version
         )
@@ -234,7 +246,7 @@ class Adapters(Transactions):
         *,
         description: str | None = None,
         pinned_copies: int | None = None,
-        aliases: Mapping[str, Shares | int | None] | None = None,
+        aliases: Mapping[str, VersionWeights | int | None] | None = None,
         actor: str = ADMIN,
     ) -> Adapter:
         """Change what is not None. `aliases` sets each alias to one version, or versions by weight; None removes it.
@@ -251,7 +263,7 @@ class Adapters(Transactions):
                 )
             if pinned_copies is not None:
                 row.pinned_copies = pinned_copies
-            await names.point_aliases(session, row.id, aliases or {})
+            await point_aliases(session, row.id, aliases or {})
             await session.flush()
             detail = {"pinned_copies": pinned_copies, "aliases": dict(aliases) if aliases else None}
             audit.add(
@@ -298,13 +310,13 @@ class Adapters(Transactions):
             )
 
     async def unreferenced(self, weights: Iterable[str]) -> frozenset[str]:
-        """Those of the blobs (64 hex digits) that nothing refers to now."""
+        """Blobs among these (64 hex digits) that nothing refers to now."""
         async with self.database.read() as session:
             return await unreferenced_blobs(session, weights)
 
     @asynccontextmanager
     async def locking_unreferenced(self, weights: Iterable[str]) -> AsyncIterator[frozenset[str]]:
-        """Those of the blobs (64 hex digits) that nothing refers to, for as long as the block runs.
+        """Blobs among these (64 hex digits) that nothing refers to, for as long as the block runs.
 
         Publishing waits meanwhile, on every server over this database: delete the blobs inside the block.
         """
@@ -329,10 +341,10 @@ class Adapters(Transactions):
             (tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed)
         )
         adapter, choices = await meant
-        return adapter, names.pick(choices, sticky)
+        return adapter, pick(choices, sticky)
 
     async def _resolve(self, tenant_id: str, text: str, selector: names.Selector) -> Resolution:
-        statement = names.meant_by(selector.by, is_own=selector.tenant is None)
+        statement = meant_by(selector.by, is_own=selector.tenant is None)
         values = {
             "name": selector.name,
             "caller": tenant_id,
@@ -370,14 +382,14 @@ async def own_row(session: AsyncSession, tenant_id: str, name: str) -> AdapterRo
 
 async def _records(session: AsyncSession, adapters: Sequence[AdapterRow]) -> tuple[Adapter, ...]:
     ids = [adapter.id for adapter in adapters]
-    aliases = await names.read_aliases(session, ids)
+    aliases = await read_aliases(session, ids)
     other = aliased(VersionRow)
     latest = (
         select(func.max(other.version))
         .where(other.adapter_id == VersionRow.adapter_id)
         .correlate(VersionRow)
     )
-    plain_name = func.coalesce(names.main_version(names.DEFAULT_ALIAS), latest.scalar_subquery())
+    plain_name = func.coalesce(main_version(names.DEFAULT_ALIAS), latest.scalar_subquery())
     meant = select(VersionRow).where(
         VersionRow.adapter_id.in_(ids), VersionRow.version == plain_name
     )

@@ -7,9 +7,10 @@ result and its usage event are one transaction under ids made of batch and line:
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeVar
 
@@ -195,8 +196,12 @@ class LineResult:
     """None for a line that was refused before it ran."""
 
 
+@dataclass(eq=False)
 class Batches(Transactions):
     """The part of the registry that keeps all tenants' batches."""
+
+    changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set when this process made or cancelled a batch, so that the worker need not wait for its next look."""
 
     async def create(
         self,
@@ -241,7 +246,8 @@ class Batches(Transactions):
             session.add(row)
             await session.flush()
             await session.refresh(row)
-            return row
+        self.changed.set()
+        return row
 
     async def get(self, tenant_id: str, batch_id: str) -> BatchRow:
         """One of a tenant's batches; raises NotFoundError."""
@@ -268,7 +274,8 @@ class Batches(Transactions):
                 raise ConflictError(
                     f"The batch is {row.status}: it cannot be cancelled.", code="batch.ended"
                 )
-            return row
+        self.changed.set()
+        return row
 
     async def claim(self, owner: str) -> Sequence[BatchRow]:
         """The batches that `owner` runs from now on: those it runs already, and those without an owner.

@@ -3,7 +3,7 @@
 An answer counts for a second after it was read. Where it depends only on what the audit log records, it counts on as
 long as `Changes` sees no new entry there: one small query for all answers, and no request waits for it. A change in
 this process calls `forget`, which drops all answers; one that was being read meanwhile is not kept. A change by another
-process is seen after a second. All who ask for one key at the same time wait for one query.
+process is seen after a second. Concurrent lookups of one key share a query.
 
 While the database is away or slow, an answer serves for a minute: callers known before an outage go on. One
 caller at a time finds out whether the outage is over; the others do not wait.
@@ -15,18 +15,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.errors import CapacityError, ManyloraError
 from manylora.registry.db.clock import Clock
 from manylora.registry.db.database import Database, unavailable
-
-if TYPE_CHECKING:
-    from manylora.registry.keys import KeyRing
-    from manylora.registry.limits import Limits
-    from manylora.registry.records import Resolution
 
 MAX_ENTRIES = 10_000
 """Answers of one map; when there would be more, all are dropped."""
@@ -118,7 +113,8 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
             ManyloraError: What `question` raised. A CapacityError only where no answer of the last minute is kept.
         """
         read_at, known = self._entries.get(key, (float("-inf"), None))
-        asked_at, epoch = self._monotonic(), self._epoch
+        asked_at = self._monotonic()
+        epoch = self._epoch
         right_at = read_at  # the last moment at which it was the database's answer
         if self._changes is not None and known is not None:
             self._changes.look()
@@ -185,25 +181,22 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
         self._entries.clear()
 
 
+class Forgets(Protocol):
+    """Answers that a change makes invalid."""
+
+    def forget(self) -> None:
+        """Drop the answers, and do not keep those being read now."""
+
+
 @dataclass(eq=False)
 class Transactions:
-    """Base of the parts of the registry: the database and the answers that they share.
-
-    Each public method of a part is one transaction.
-    """
+    """Base of the parts of the registry. Each public method of a part is one transaction."""
 
     database: Database
     clock: Clock
-    key_ring: KeyRing
-    resolved: ReadThroughCache[tuple[str, str], Resolution]
-    """By tenant and selector."""
-    known_limits: ReadThroughCache[str, Limits]
-    """By tenant."""
 
     @asynccontextmanager
-    async def _change(
-        self, *touched: KeyRing | ReadThroughCache[Any, Any]
-    ) -> AsyncIterator[AsyncSession]:
+    async def _change(self, *touched: Forgets) -> AsyncIterator[AsyncSession]:
         """A transaction that writes, and then drops the answers that it touches.
 
         It drops no others: these may have to serve in an outage right after the change.

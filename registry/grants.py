@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -9,15 +11,18 @@ from manylora.errors import InvalidRequestError, NotFoundError
 from manylora.registry import audit
 from manylora.registry.adapters import own_row
 from manylora.registry.audit import ADMIN
-from manylora.registry.cache import Transactions
+from manylora.registry.cache import Forgets, Transactions
 from manylora.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
 from manylora.registry.names import EVERY_VERSION, MAX_VERSION, check_integer, check_text, no_such
 
 MAX_GRANTS = 1000
 
 
+@dataclass(eq=False)
 class Grants(Transactions):
     """The part of the registry that keeps grants."""
+
+    resolved: Forgets
 
     async def list_grants(self, tenant_id: str, name: str) -> tuple[GrantRow, ...]:
         """Grants of one of a tenant's adapters, by grantee and version.

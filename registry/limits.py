@@ -21,7 +21,7 @@ from manylora.registry.names import check_integer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a tenant, or a key, may have at most; None is no limit."""
+    """Limits of a tenant or a key; None is no limit."""
 
     requests_per_minute: int | None = None
     """Requests that generate or tokenize, in any minute."""
@@ -45,7 +45,7 @@ WEIGHTS = (0.01, 100.0)
 """Least and largest weight of a tenant."""
 TENANT_LIMITS = tuple(field.name for field in fields(Limits))
 KEY_LIMITS = TENANT_LIMITS[:4]
-"""Those that a single key may have, too."""
+"""Limits that a single key may have, too."""
 
 
 def checked_limits(limits: Mapping[str, object], names: Sequence[str]) -> dict[str, int]:
@@ -115,7 +115,7 @@ async def check_adapters(session: AsyncSession, tenant_id: str, to_come: int = 0
 
 
 async def check_pages(session: AsyncSession, tenant_id: str, pages: int) -> None:
-    """Return if one adapter may take so many pages on the device.
+    """Return if one adapter may take `pages` pages on the device.
 
     Raises:
         ForbiddenError: Code quota.adapter_memory.

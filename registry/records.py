@@ -26,7 +26,7 @@ ServiceClass = Literal["interactive", "batch"]
 """Whether a client waits for the request (interactive), or it is a line of a batch. Prices may differ."""
 RankBy = Literal["requests", "prompt_tokens", "completion_tokens", "total_tokens", "cost"]
 
-Shares = Mapping[int, int]
+VersionWeights = Mapping[int, int]
 """Versions by number, each with its weight among them."""
 
 RecordT = TypeVar("RecordT")
@@ -170,7 +170,7 @@ class Adapter(AdapterIdentity):
     """An adapter as its owner sees it."""
 
     description: str | None
-    aliases: Mapping[str, Shares]
+    aliases: Mapping[str, VersionWeights]
     """What each alias means; the name without @ means `default`, which may be missing."""
     current: AdapterVersion
     """The version that was asked for; where none was, what `default` means most often, else the latest."""

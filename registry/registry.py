@@ -14,6 +14,9 @@ from sqlalchemy import select
 
 from manylora.data_folder import prepare_folder, read_pepper
 from manylora.registry import audit
+from manylora.registry.access.keys import KeyRing, Keys
+from manylora.registry.access.sessions import Sessions
+from manylora.registry.access.tenants import Tenants
 from manylora.registry.adapters import Adapters
 from manylora.registry.batches import Batches, Files
 from manylora.registry.cache import Changes, ReadThroughCache
@@ -21,17 +24,15 @@ from manylora.registry.db.clock import Clock, utc_now
 from manylora.registry.db.database import Database
 from manylora.registry.db.models import AuditRow, KeyRow
 from manylora.registry.grants import Grants
-from manylora.registry.keys import KeyRing, Keys
 from manylora.registry.limits import Limits
 from manylora.registry.names import check_text
 from manylora.registry.records import Resolution
 from manylora.registry.removal import EphemeralVersions
 from manylora.registry.servers import Servers
-from manylora.registry.sessions import Sessions
-from manylora.registry.tenants import Tenants
 from manylora.registry.uploads import Uploads
 from manylora.registry.usage.journal import Journal
 from manylora.registry.usage.ledger import UsageLedger
+from manylora.registry.usage.prices import PriceTable
 
 
 class Registry:
@@ -57,18 +58,19 @@ class Registry:
         )
         tenant_limits: ReadThroughCache[str, Limits] = ReadThroughCache(monotonic, changes)
         self.key_ring = KeyRing(database, pepper, admin_key, clock, monotonic, changes)
-        shared = (database, clock, self.key_ring, resolved, tenant_limits)
-        self.tenants = Tenants(*shared)
-        self.keys = Keys(*shared)
-        self.sessions = Sessions(*shared)
-        self.adapters = Adapters(*shared)
-        self.ephemeral = EphemeralVersions(*shared)
-        self.grants = Grants(*shared)
+        self.tenants = Tenants(database, clock, self.key_ring, tenant_limits, resolved)
+        self.keys = Keys(database, clock, self.key_ring)
+        self.sessions = Sessions(database, clock, self.key_ring)
+        self.adapters = Adapters(database, clock, resolved)
+        self.ephemeral = EphemeralVersions(database, clock, resolved)
+        self.grants = Grants(database, clock, resolved)
         self.usage = ledger
-        self.uploads = Uploads(*shared)
-        self.files = Files(*shared)
-        self.batches = Batches(*shared)
-        self.servers = Servers(*shared)
+        self.prices: PriceTable | None = None
+        """Prices of tokens; None shows no cost."""
+        self.uploads = Uploads(database, clock)
+        self.files = Files(database, clock)
+        self.batches = Batches(database, clock)
+        self.servers = Servers(database)
         self.database = database
         self._answers: ReadThroughCache[str, object] = ReadThroughCache(monotonic)
 
@@ -91,7 +93,7 @@ class Registry:
             data_dir: Folder of database, pepper and journal; made (mode 0700) when missing. One process at a time.
             admin_key: The admin's secret; None: no key is the admin's.
             pepper: Secret with which keys are digested; None takes `data_dir`/pepper, made at first use.
-            grace_s: For so long, another server may say what a request got that this one was killed under.
+            grace_s: Seconds in which another server may say what a request got that this one was killed under.
             clock: Gives the present moment.
             monotonic: Seconds that never jump, for the ages of answers and of usage in the journal.
 

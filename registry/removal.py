@@ -8,29 +8,30 @@ and requests that run with it finish. An alias never falls back to other weights
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Delete, and_, delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from manylora.registry import audit
-from manylora.registry.cache import Transactions
+from manylora.registry.cache import Forgets, Transactions
 from manylora.registry.db.models import AdapterRow, AliasRow, FileRow, GrantRow, VersionRow
 from manylora.registry.names import no_such
 from manylora.registry.records import Ephemeral, Removed
 
 CHUNK = 500
 SERVER = "server"
-"""Actor in the audit log of what time or a restart does."""
+"""Actor in the audit log where time or a restart withdraws versions."""
 _BLOBS = (VersionRow.weights_sha256, FileRow.sha256)
-"""What refers to a blob."""
+"""Columns that refer to a blob."""
 
 
 async def remove(session: AsyncSession, doomed: ColumnElement[bool], *deletions: Delete) -> Removed:
     """Run the deletions, with which the doomed versions go.
 
     Returns:
-        What only these versions referred to; tenants may share content.
+        Content that only these versions referred to; tenants may share content.
     """
     contents = (
         await session.execute(select(VersionRow.digest, VersionRow.weights_sha256).where(doomed))
@@ -45,26 +46,28 @@ async def remove(session: AsyncSession, doomed: ColumnElement[bool], *deletions:
 async def remove_versions(session: AsyncSession, doomed: ColumnElement[bool]) -> Removed:
     """Delete versions of any adapters, with their aliases and grants; an adapter without versions goes, too."""
     adapters = set(await session.scalars(select(VersionRow.adapter_id).where(doomed)))
-    same = VersionRow.adapter_id == GrantRow.adapter_id, VersionRow.version == GrantRow.version
+    same = and_(
+        VersionRow.adapter_id == GrantRow.adapter_id, VersionRow.version == GrantRow.version
+    )
     has_versions = exists().where(VersionRow.adapter_id == AdapterRow.id)
     return await remove(
         session,
         doomed,
-        delete(GrantRow).where(exists().where(*same, doomed)),
+        delete(GrantRow).where(exists().where(same, doomed)),
         delete(VersionRow).where(doomed),
         delete(AdapterRow).where(AdapterRow.id.in_(adapters), ~has_versions),
     )
 
 
 async def unreferenced_blobs(session: AsyncSession, weights: Iterable[str]) -> frozenset[str]:
-    """Those of the blobs (64 hex digits) that nothing refers to now."""
+    """Blobs among these (64 hex digits) that nothing refers to now."""
     return await _unreferenced(session, weights, *_BLOBS)
 
 
 async def _unreferenced(
     session: AsyncSession, contents: Iterable[str], *columns: InstrumentedAttribute[str]
 ) -> frozenset[str]:
-    """The digests that no row has in these columns."""
+    """Digests among these that no row has in these columns."""
     rest = set(contents)
     candidates = sorted(rest)
     for start in range(0, len(candidates), CHUNK):
@@ -86,7 +89,8 @@ async def mark(
         version.held_by = version.expires_at = None
         return Removed()
     if is_new or version.held_by is not None:
-        version.held_by, version.expires_at = life.server, life.expires_at
+        version.held_by = life.server
+        version.expires_at = life.expires_at
     await session.flush()
     if life.keep is None:
         return Removed()
@@ -108,15 +112,18 @@ async def mark(
     )
 
 
+@dataclass(eq=False)
 class EphemeralVersions(Transactions):
     """The part of the registry that withdraws ephemeral versions."""
 
+    resolved: Forgets
+
     async def expire(self) -> Removed:
-        """Withdraw those of all servers whose time is over."""
+        """Withdraw the versions of all servers whose time is over."""
         return await self._withdraw("adapter.expire", VersionRow.expires_at <= self.clock())
 
     async def lose(self, server: str) -> Removed:
-        """Withdraw those of a server that has just started, so that its memory is empty."""
+        """Withdraw the versions of a server that has just started, so that its memory is empty."""
         return await self._withdraw("adapter.lose", VersionRow.held_by == server)
 
     async def unload(self, tenant_id: str, name: str, actor: str) -> Removed:

@@ -15,14 +15,13 @@ from typing import Literal
 
 from sqlalchemy import delete, select
 
-from manylora.registry.cache import Transactions
 from manylora.registry.db.clock import from_micros
-from manylora.registry.db.database import database_us, insert_into
+from manylora.registry.db.database import Database, database_us, insert_into
 from manylora.registry.db.models import ServerRow
 
 BEAT_S = 5.0
 GONE = timedelta(seconds=30)
-"""A server without a beat for so long is not listed any more."""
+"""Time without a beat after which a server is not listed any more."""
 Role = Literal["gateway", "replica"]
 State = Literal["ready", "draining"]
 
@@ -32,14 +31,14 @@ class Server:
     """A gateway or a replica."""
 
     name: str
-    """Kept over restarts: the id in its data folder."""
+    """Id in the server's data folder, which restarts keep."""
     role: Role
     boot_id: str
-    """Another one after each start."""
+    """Id of this run: another one after each start."""
     url: str
-    """Where gateways reach it."""
+    """Address at which gateways reach it."""
     version: str
-    """Of Manylora."""
+    """Version of Manylora."""
     state: State = "ready"
     model: str = ""
     """Name of the base for clients; empty for a gateway."""
@@ -47,8 +46,11 @@ class Server:
     """Digest of the base's shape; empty for a gateway."""
 
 
-class Servers(Transactions):
-    """The part of the registry that lists servers."""
+@dataclass(eq=False)
+class Servers:
+    """The part of the registry that lists servers. Each method is one transaction."""
+
+    database: Database
 
     async def announce(self, server: Server) -> str | None:
         """Write a server's row, or say that it still is there; returns the boot id that the row had before."""

@@ -1,4 +1,4 @@
-"""Uploads in pieces, and the answers that a repeated request (Idempotency-Key) gets again.
+"""Uploads in pieces.
 
 An upload is announced, filled file by file, and becomes a version, is rejected, or is deleted after 24 hours. The bytes
 are staged by the server. Another tenant's upload looks like one that does not exist.
@@ -6,192 +6,45 @@ are staged by the server. Another tenant's upload looks like one that does not e
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-import msgspec
 from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from manylora.errors import ConflictError, InvalidRequestError, NotFoundError
+from manylora.errors import ConflictError, NotFoundError
+from manylora.registry.aliases import check_not_split
 from manylora.registry.cache import Transactions
 from manylora.registry.db.clock import to_micros
 from manylora.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
-from manylora.registry.limits import (
-    UPLOADING,
-    check_adapters,
-    check_pages,
-    check_storage,
-    storage_left,
-)
+from manylora.registry.idempotency import KEPT, KeptAnswer, Retry, find_answer, keep_answer
+from manylora.registry.limits import UPLOADING, check_adapters, check_storage, storage_left
 from manylora.registry.names import (
     MAX_DESCRIPTION,
     check_name,
-    check_not_split,
     check_text,
     no_such,
 )
 from manylora.registry.records import (
     WEIGHTS_FILE,
-    Adapter,
     FileFacts,
     Page,
-    Removed,
     Upload,
     UploadDraft,
     to_record,
 )
-
-KEPT = timedelta(hours=24)
-"""How long the answer to a change is kept for a repeated request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The answer to a change."""
-
-    status: int
-    """HTTP status."""
-    body: Mapping[str, Any]
-    """A JSON object."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """Recognises a change that is sent again."""
-
-    key: str
-    """The client's Idempotency-Key, 1 to 255 printable characters."""
-    body_digest: str
-    """`body_digest` of the whole request."""
-
-
-class AnsweredBeforeError(Exception):
-    """The change was made before; nothing was changed now. Never leaves the server."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__("the change was made before")
-        self.answer = answer
-
-
-def body_digest(*parts: str | bytes | bool | None) -> str:
-    """SHA-256 (64 hex digits) over parts; other parts, or other borders between them, give another digest."""
-    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
-
-
-async def find_answer(
-    session: AsyncSession, tenant_id: str, retry: Retry, now: datetime
-) -> Answer | None:
-    """The answer to this change, if it was made in the last 24 hours.
-
-    Raises:
-        InvalidRequestError: The key was used for another change; code idempotency.key_reused.
-    """
-    row = await session.get(IdempotencyRow, (tenant_id, retry.key))
-    if row is None or row.created_at <= now - KEPT:
-        return None
-    if row.body_digest != retry.body_digest:
-        message = (
-            "This Idempotency-Key was used for another request; choose a new key for a new request."
-        )
-        raise InvalidRequestError(message, code="idempotency.key_reused")
-    return Answer(status=row.status, body=row.response)
-
-
-async def keep_answer(
-    session: AsyncSession, tenant_id: str, retry: Retry, answer: Answer, now: datetime
-) -> None:
-    """Keep the answer.
-
-    Raises:
-        AnsweredBeforeError: The change has an answer already.
-        InvalidRequestError: The key was used for another change.
-    """
-    before = await find_answer(session, tenant_id, retry, now)
-    if before is not None:
-        raise AnsweredBeforeError(before)
-    row = IdempotencyRow(
-        tenant_id=tenant_id,
-        key=retry.key,
-        body_digest=retry.body_digest,
-        status=answer.status,
-        response=dict(answer.body),
-        created_at=now,
-    )
-    await session.merge(row)  # an expired answer is replaced
-    await session.flush()
-
 
 LIFETIME = timedelta(hours=24)
 MAX_OPEN = 100
 """Most open uploads of a tenant."""
 
 
-class Publication:
-    """A version in the transaction that publishes it, with what else that transaction decides and writes down."""
-
-    def __init__(
-        self, session: AsyncSession, adapter: Adapter, is_new: bool, now: datetime, removed: Removed
-    ) -> None:
-        self._session = session
-        self._now = now
-        self.adapter = adapter
-        """With the version as `current`."""
-        self.is_new = is_new
-        """Whether the adapter had no version with this digest."""
-        self.removed = removed
-        """What nothing refers to any more since older ephemeral versions went."""
-        self.is_checked = False
-        """Whether the limits were checked."""
-
-    async def end_upload(self, upload_id: str, answer: Answer) -> None:
-        """Let an upload in pieces end with this version, and keep what its client is told.
-
-        Raises:
-            AnsweredBeforeError: It was completed before.
-            NotFoundError: The upload is gone.
-            ConflictError: The upload was rejected; code upload.ended.
-        """
-        row = await _row(self._session, self.adapter.tenant_id, upload_id, self._now)
-        if row.state == "ready":
-            raise AnsweredBeforeError(Answer(status=200, body=row.result or {}))
-        if row.state != UPLOADING:
-            raise ConflictError("The upload has ended; make a new one.", code="upload.ended")
-        row.state, row.result = "ready", dict(answer.body)
-        await self._session.flush()
-
-    async def keep_answer(self, retry: Retry, answer: Answer) -> None:
-        """Keep what is answered under an Idempotency-Key; raises like the function `keep_answer`."""
-        await keep_answer(self._session, self.adapter.tenant_id, retry, answer, self._now)
-
-    async def check_limits(self, pages: int | None = None) -> None:
-        """Hold a new version against the tenant's limits, once the upload that it ends no longer counts.
-
-        Args:
-            pages: Device pages that the version takes; None is unknown.
-
-        Raises:
-            ForbiddenError: Codes quota.storage, quota.adapters, quota.adapter_memory.
-        """
-        self.is_checked = True
-        if not self.is_new:
-            return
-        tenant_id = self.adapter.tenant_id
-        if pages is not None:
-            await check_pages(self._session, tenant_id, pages)
-        await check_storage(self._session, tenant_id, self._now)
-        if self.adapter.current.version == 1:
-            await check_adapters(self._session, tenant_id)
-
-
 class Uploads(Transactions):
-    """The part of the registry that keeps uploads in pieces, and the answers to changes that are sent again."""
+    """The part of the registry that keeps uploads in pieces, and answers to changes that are sent again."""
 
-    async def answered(self, tenant_id: str, retry: Retry) -> Answer | None:
+    async def answered(self, tenant_id: str, retry: Retry) -> KeptAnswer | None:
         """The answer to this change, if it was made in the last 24 hours.
 
         Raises:
@@ -224,8 +77,8 @@ class Uploads(Transactions):
         draft: UploadDraft,
         key_id: str | None,
         retry: Retry | None,
-        answer: Callable[[Upload], Answer],
-    ) -> Answer:
+        answer: Callable[[Upload], KeptAnswer],
+    ) -> KeptAnswer:
         """Announce an upload. It reserves its storage until it ends.
 
         Raises:
@@ -286,7 +139,7 @@ class Uploads(Transactions):
             NotFoundError: The tenant has none of this id, or it has expired.
         """
         async with self.database.read() as session:
-            return _record(await _row(session, tenant_id, upload_id, self.clock()))
+            return _record(await upload_row(session, tenant_id, upload_id, self.clock()))
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
         """A tenant's uploads, oldest first; those after the one with the id `after`."""
@@ -304,7 +157,8 @@ class Uploads(Transactions):
         async with self.database.write() as session:
             row = await session.get(UploadRow, upload_id)
             if row is not None and row.tenant_id == tenant_id and row.state == UPLOADING:
-                row.state, row.result = "rejected", dict(error)
+                row.state = "rejected"
+                row.result = dict(error)
 
     async def delete(self, tenant_id: str, upload_id: str) -> None:
         """Delete an upload. The version that it became stays.
@@ -313,7 +167,7 @@ class Uploads(Transactions):
             NotFoundError: The tenant has none of this id.
         """
         async with self.database.write() as session:
-            await session.delete(await _row(session, tenant_id, upload_id, self.clock()))
+            await session.delete(await upload_row(session, tenant_id, upload_id, self.clock()))
 
     async def forget_old(self) -> tuple[int, int]:
         """Delete expired uploads and answers; returns how many of each."""
@@ -346,7 +200,14 @@ async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> N
         raise ConflictError(message, code="upload.too_many_open")
 
 
-async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datetime) -> UploadRow:
+async def upload_row(
+    session: AsyncSession, tenant_id: str, upload_id: str, now: datetime
+) -> UploadRow:
+    """The row of one of a tenant's uploads.
+
+    Raises:
+        NotFoundError: The tenant has none of this id, or it has expired.
+    """
     own = (UploadRow.id == check_text(upload_id, "upload", 64), UploadRow.tenant_id == tenant_id)
     row = await session.scalar(select(UploadRow).where(*own, UploadRow.expires_at > now))
     if row is None:

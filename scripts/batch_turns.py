@@ -1,4 +1,4 @@
-"""How long do ten lines of one tenant take beside a hundred batches of another?
+"""Measures the time of ten lines of one tenant beside a hundred batches of another.
 
 scripts/batch_turns.py [--batches 100] [--lines 200] [--own-lines 10] [--repeats 5]
     [--json benchmarks/results/batch-turns-cpu.json]
@@ -11,7 +11,7 @@ start the ten lines after all others.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
 import sys
 import time
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from manylora import demo
+from manylora.benchmarks.http.batch_lane import start_batch, upload_lines, wait_for_batch
 from manylora.benchmarks.http.own_server import BASE_NAME, plain_server
-from manylora.benchmarks.report import goal, positive, tell
+from manylora.benchmarks.report import add_settings_option, goal, positive, tell
 from manylora.client import Client
 from manylora.errors import ManyloraError
 
 MOST_TIMES_LONGER = 3.0
 """Promised bound."""
 LOOK_S = 0.02
-PATH = "/v1/completions"
 DONE = "completed"
 
 
@@ -40,7 +40,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             _run(own, file_id)  # warms up
             alone_s = [_run(own, file_id) for _ in range(options.repeats)]
             flood_file = _upload(flood, options.lines, options.line_tokens)
-            flooding = [_start(flood, flood_file) for _ in range(options.batches)]
+            flooding = [start_batch(flood, flood_file) for _ in range(options.batches)]
             beside_s = [_run(own, file_id) for _ in range(options.repeats)]
             found = [flood.request("GET", f"/v1/batches/{batch}") for batch in flooding]
     done = sum(batch["status"] == DONE for batch in found)
@@ -58,31 +58,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _upload(client: Client, count: int, tokens: int) -> str:
-    """A file of lines of the base; returns its id."""
+    """Upload lines for the base; returns the id of the file."""
     body = {"model": BASE_NAME, "prompt": "Hello, my", "max_tokens": tokens, "ignore_eos": True}
-    lines = (
-        {"custom_id": str(number), "method": "POST", "url": PATH, "body": body}
-        for number in range(count)
-    )
-    content = {"file": ("lines.jsonl", "\n".join(map(json.dumps, lines)).encode())}
-    return str(client.request("POST", "/v1/files", data={"purpose": "batch"}, files=content)["id"])
-
-
-def _start(client: Client, file_id: str) -> str:
-    wanted = {"input_file_id": file_id, "endpoint": PATH, "completion_window": "24h"}
-    return str(client.request("POST", "/v1/batches", json=wanted)["id"])
+    return upload_lines(client, itertools.repeat(body, count))
 
 
 def _run(client: Client, file_id: str) -> float:
-    """Seconds until a batch is done."""
+    """Run a batch; returns the seconds until it is done."""
     began = time.monotonic()
-    batch = _start(client, file_id)
-    while (found := client.request("GET", f"/v1/batches/{batch}"))["status"] != DONE:
-        if found["status"] in ("failed", "expired", "cancelled"):
-            raise ManyloraError(f"the batch ended as {found['status']}: {found['errors']}")
-        time.sleep(LOOK_S)
-    if found["request_counts"]["failed"]:
-        raise ManyloraError(f"lines failed: {found['request_counts']}")
+    batch = wait_for_batch(client, start_batch(client, file_id), DONE, look_s=LOOK_S)
+    if batch["request_counts"]["failed"]:
+        raise ManyloraError(f"lines failed: {batch['request_counts']}")
     return time.monotonic() - began
 
 
@@ -102,9 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--line-tokens", type=positive, default=64, help="output tokens of a line")
     parser.add_argument("--repeats", type=positive, default=5, help="batches that are timed")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server"
-    )
+    add_settings_option(parser.add_argument)
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args()
     return tell("batch-turns", options, measure)

@@ -1,4 +1,4 @@
-"""How soon do clients and servers notice that a server of a cluster was killed, or that a key was revoked?
+"""Measures when clients and servers notice that a server of a cluster was killed, or that a key was revoked.
 
 scripts/cluster_promises.py [--streams 64] [--json benchmarks/results/cluster-promises-cpu.json]
 
@@ -27,7 +27,6 @@ from typing import Any
 import uvloop
 
 from manylora.benchmarks.http.gateway import ARRIVE_S, STEP_S, Servers, load, stepped_cluster
-from manylora.benchmarks.http.generator import Reply
 from manylora.benchmarks.http.own_server import TENANT, OwnServer
 from manylora.benchmarks.metrics import distribution
 from manylora.benchmarks.report import goal, positive, tell
@@ -35,13 +34,13 @@ from manylora.client import Client
 from manylora.errors import ClientError, ManyloraError
 
 EVENT_S, ABORTED_S, REFUSED_S = 1.0, 2.0, 1.0
-"""What is promised."""
+"""Promised bounds."""
 NUM_KEYS, NUM_USES, NUM_NEW = 10, 20, 100
 WITHIN_S = 30.0
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All of them, one after the other."""
+    """Measure all of them, one after the other."""
     with stepped_cluster() as (replicas, gateways):
         key = gateways[0].add_tenant(TENANT)
         seconds_until(lambda: all(len(num_running(each)) == len(replicas) for each in gateways))
@@ -71,16 +70,13 @@ def key_revoked(servers: Servers) -> float:
 async def replica_killed(
     victim: OwnServer, gateways: Servers, key: str, num_streams: int
 ) -> dict[str, Any]:
-    """When its streams had the error event, and what became of requests sent meanwhile."""
-    replies, new = list[Reply](), list[Reply]()
-    streams = asyncio.create_task(
-        load(gateways, key, num_streams, int(4 * ARRIVE_S / STEP_S), replies)
-    )
+    """Kill a replica; returns when its streams had the error event, and what became of requests sent meanwhile."""
+    streams = asyncio.create_task(load(gateways, key, num_streams, int(4 * ARRIVE_S / STEP_S)))
     await asyncio.sleep(2 * ARRIVE_S)
     killed_s = time.perf_counter()
     os.killpg(victim.pid, signal.SIGKILL)  # its engine goes with it, as when the machine goes
-    await load(gateways, key, NUM_NEW, 2, new)
-    await streams
+    new = await load(gateways, key, NUM_NEW, 2)
+    replies = await streams
     lost = [reply for reply in replies if reply.error]
     if other := next(
         (reply.error for reply in lost if "replica_lost" not in str(reply.error)), None
@@ -100,7 +96,7 @@ async def replica_killed(
 async def gateway_killed(gateways: Servers, key: str, num_streams: int) -> float:
     """Seconds until the replica that is left computes nothing more for it."""
     victim, other = gateways
-    streams = asyncio.create_task(load([victim], key, num_streams, int(9 * ARRIVE_S / STEP_S), []))
+    streams = asyncio.create_task(load([victim], key, num_streams, int(9 * ARRIVE_S / STEP_S)))
     await asyncio.sleep(2 * ARRIVE_S)
     if (running := await asyncio.to_thread(num_running, other)) != [num_streams]:
         raise ManyloraError(
@@ -119,7 +115,7 @@ def num_running(gateway: OwnServer) -> list[int]:
 
 
 def is_refused(client: Client) -> bool:
-    """Whether the server itself refuses the client's key. With a valid one, it has no such route for tenants."""
+    """Ask the server if it refuses the client's key; with a valid one, it has no such route for tenants."""
     try:
         client.request("GET", "/v1/servers")
     except ClientError as error:

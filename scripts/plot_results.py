@@ -47,110 +47,6 @@ STYLE = {
 }
 
 
-def adapter_count(result: dict[str, Any]) -> None:
-    """Throughput by number of registered adapters, and what explains its one step."""
-    _, (left, middle, right) = plt.subplots(
-        1, 3, figsize=(10, 3), width_ratios=(1, 1, 1.2), layout="constrained"
-    )
-    counts = list(result["output_tokens_per_s"])
-    names = [f"{int(count):,}" for count in counts]
-    _bars(left, names, [result["output_tokens_per_s"][count] for count in counts], BLUE)
-    left.set(title="Output tokens/s", xlabel="registered adapters")
-    facts = [result["facts"][count] for count in counts]
-    middle.bar(names, [each["adapters_per_step"] for each in facts], color=ORANGE, width=0.6)
-    for place, each in enumerate(facts):
-        middle.annotate(
-            f"{each['adapters_per_step']:.1f}",
-            (place, each["adapters_per_step"]),
-            ha="center",
-            va="bottom",
-        )
-    middle.set(title="Distinct adapters in a step", xlabel="registered adapters")
-    for count, name, color in zip(counts, names, (GREEN, PINK, BLUE, ORANGE), strict=False):
-        steps = {
-            int(k): v for k, v in result["decode_step_ms"][count].items() if v["steps"] >= MIN_STEPS
-        }
-        right.plot(
-            list(steps),
-            [v["median"] for v in steps.values()],
-            "o-",
-            ms=3,
-            lw=1,
-            color=color,
-            label=name,
-        )
-    right.set(
-        title="Full decode step, median ms", xlabel="distinct adapters in the step", ylim=(0, None)
-    )
-    right.legend(title="registered", loc="lower right", fontsize=8, title_fontsize=8, ncols=2)
-
-
-def cliff(result: dict[str, Any]) -> None:
-    """Median TTFT by number of adapters in use."""
-    _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    actives = [int(active) for active in result["adapters"]]
-    found = list(result["adapters"].values())
-    room = {**result["options"], **result["load"]}["room"]
-    for name, label, color in (("small", f"room for {room}", ORANGE), ("whole", "all fit", BLUE)):
-        spreads = [each["median_ttft_ms"][name] for each in found]
-        medians = [each["median"] for each in spreads]
-        bounds = [
-            [each["median"] - each["min"] for each in spreads],
-            [each["max"] - each["median"] for each in spreads],
-        ]
-        axes.errorbar(
-            actives,
-            medians,
-            yerr=bounds,
-            fmt="o-",
-            ms=4,
-            lw=1.5,
-            capsize=3,
-            color=color,
-            label=label,
-        )
-    limits = [2 * each["median_ttft_ms"]["whole"]["median"] + result["copy_ms"] for each in found]
-    axes.plot(actives, limits, "--", lw=1, color=INK, label="twice “all fit”, and a copy")
-    axes.axvline(room, color=INK, lw=1, ls=":")
-    axes.set(
-        title="Median time to first token, ms",
-        xlabel="adapters in use, equally popular",
-        ylim=(0, None),
-    )
-    axes.legend(fontsize=8)
-
-
-def unified(result: dict[str, Any]) -> None:
-    """Throughput of one pool and of two halves, by load."""
-    _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    loads = list(result["loads"])
-    for shift, (name, label, color) in zip(
-        (-0.2, 0.2),
-        (("unified", "one pool", BLUE), ("split", "half and half", ORANGE)),
-        strict=True,
-    ):
-        spreads = [result["loads"][load]["output_tokens_per_s"][name] for load in loads]
-        _bars(
-            axes,
-            [place + shift for place in range(len(loads))],
-            spreads,
-            color,
-            width=0.36,
-            label=label,
-        )
-    for place, load in enumerate(loads):
-        each = result["loads"][load]
-        top = max(each["output_tokens_per_s"][name]["max"] for name in ("unified", "split"))
-        gain = each["ratio"]["median"] - 1
-        axes.annotate(
-            f"{gain:+.0%}", (place, top), xytext=(0, 6), textcoords="offset points", ha="center"
-        )
-    axes.set_xticks(range(len(loads)), [load.replace(": ", ":\n") for load in loads])
-    axes.margins(y=0.15)
-    axes.set(title="Output tokens/s from the same pages")
-    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-
-
 def step(result: dict[str, Any]) -> None:
     """Parts of each step, as multiples of its floor."""
     cases = result["cases"]
@@ -238,7 +134,7 @@ def overload(result: dict[str, Any]) -> None:
 
 
 def adapters_http(result: dict[str, Any]) -> None:
-    """What is left of the throughput with every adapter on the device beforehand."""
+    """Rest of the throughput with every adapter on the device beforehand."""
     _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     arms = result["arms"]
     names = {"tight": f"{arms['tight']['adapters']}, room for half"} if "tight" in arms else {}
@@ -253,41 +149,12 @@ def adapters_http(result: dict[str, Any]) -> None:
     axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
-def batching(result: dict[str, Any]) -> None:
-    """Throughput and latency of three ways of batching by offered rate."""
-    _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for (mode, by_load), color in zip(result["modes"].items(), (PINK, ORANGE, BLUE), strict=True):
-        rates = [found["requests/s"]["median"] for found in by_load.values()]
-        tokens = [found["output tokens/s"]["median"] for found in by_load.values()]
-        left.plot(rates, tokens, "o-", ms=4, color=color, label=mode)
-        for key, style in (("mean latency, ms", "o-"), ("p95 latency, ms", "o:")):
-            label = f"{mode}, {key.split()[0]}"
-            right.plot(
-                rates,
-                [each[key]["median"] for each in by_load.values()],
-                style,
-                ms=4,
-                color=color,
-                label=label,
-            )
-    left.set(title="Output tokens/s", xlabel="requests/s offered", ylim=(0, None))
-    right.set(title="Latency, ms", xlabel="requests/s offered", yscale="log")
-    left.legend(fontsize=8)
-    right.legend(fontsize=7)
-
-
-MIN_STEPS = 5
-"""Fewer steps say nothing about how long one takes."""
 PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "adapter-count-cpu": adapter_count,
-    "cliff-cpu": cliff,
-    "unified-cpu": unified,
     "step-cpu": step,
     "fairness-cpu": fairness,
     "overload-cpu": overload,
     "adapters-http-cpu": adapters_http,
     "adapters-http-0.5b-cpu": adapters_http,
-    "batching-cpu": batching,
 }
 
 

@@ -44,12 +44,12 @@ from manylora_server import (
 from stream_client import Cut, stream
 
 START_S, KILLED_S, LEFT_S, HEALTH_S, PAGE_S = 15.0, 10.0, 2.0, 0.1, 1.0
-"""What is promised."""
+"""Promised bounds."""
 LEAVING, SLOW_CLIENTS, SLOW_S = 32, 200, 14
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
-    """All of them, one after the other."""
+    """Measure all of them, one after the other."""
     with tempfile.TemporaryDirectory(prefix="manylora-") as name:
         folder = Path(name)
         goals = [
@@ -87,7 +87,7 @@ def measure(_options: argparse.Namespace) -> dict[str, Any]:
 
 
 def demo_s(folder: Path) -> float:
-    """What `manylora demo --once` says that it took."""
+    """Seconds that `manylora demo --once` says it took."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
         [*MANYLORA, "demo", "--once", "--port", str(free_port())],

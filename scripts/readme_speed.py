@@ -36,12 +36,12 @@ def result(name: str) -> dict[str, Any]:
 
 
 def asked(run: dict[str, Any]) -> dict[str, Any]:
-    """What a benchmark was asked to measure."""
+    """Options and load of a benchmark."""
     return {**run.get("options", {}), **run.get("load", {})}
 
 
 def machine(run: dict[str, Any]) -> str:
-    """Where and when a result was measured."""
+    """Place and day of a result."""
     hardware, versions = run["hardware"], run["versions"]
     return f"{hardware['cores']} cores of {hardware['cpu']}, torch {versions['torch']}, {run['at'][:10]}"
 
@@ -93,78 +93,13 @@ def serving_line(run: dict[str, Any]) -> str:
     )
 
 
-def change(ratio: dict[str, Any]) -> str:
-    """A ratio within rounds as a change in percent, with its spread."""
-    return f"**{ratio['median'] - 1:+.0%}** ({ratio['min'] - 1:+.0%} to {ratio['max'] - 1:+.0%})"
-
-
-def adapter_count_line(run: dict[str, Any]) -> str:
-    """Throughput by number of registered adapters."""
-    ratios, facts, load = run["ratios"], run["facts"], asked(run)
-    few, some, *_, many = run["output_tokens_per_s"]
-    steps = " and ".join(f"{facts[count]['adapters_per_step']:.1f}" for count in (few, some))
-    return (
-        f"Throughput with room for {load['room']} adapters of ranks 8 to 64, from {int(some):,} to {int(many):,}"
-        f" registered: {change(ratios[f'{many} / {some}'])}; from {few} to {some}, where a step holds {steps} different"
-        f" adapters: {change(ratios[f'{some} / {few}'])}."
-    )
-
-
-def cliff_line(run: dict[str, Any]) -> str:
-    """TTFT with more adapters in use than fit."""
-    load = asked(run)
-    found = run["adapters"][str(2 * load["room"])]
-    medians, ratio = found["median_ttft_ms"], found["ratio"]
-    return (
-        f"Median time to first token with twice as many adapters in use as fit, at {load['load']:.0%} of the saturated"
-        f" rate: {medians['small']['median']:.0f} ms, **{ratio['median']:.2f} times** ({ratio['min']:.2f} to"
-        f" {ratio['max']:.2f}) the {medians['whole']['median']:.0f} ms with all of them on the device; a copy takes"
-        f" {run['copy_ms']:.1f} ms."
-    )
-
-
-def unified_line(run: dict[str, Any]) -> str:
-    """One pool against two halves."""
-    gains = "; ".join(f"{name}: {change(found['ratio'])}" for name, found in run["loads"].items())
-    return f"Throughput of one pool against the same pages divided into halves. {gains}."
-
-
-def step_stall_line(run: dict[str, Any]) -> str:
-    """Steps beside loads."""
-    ratios, loads, load = run["ratios"], run["load_ms"], asked(run)
-    return (
-        f"Decode steps of {load['requests']} requests with {load['adapters']} adapters (Qwen2-0.5B shape) while other"
-        f" adapters load without pause: the slowest in a hundred takes **{ratios['swaps / quiet, p99']:.2f} times** as"
-        f" long as without, the median {ratios['swaps / quiet, p50']:.2f} times. A load then takes"
-        f" {loads['stored']['p50'] / 1e3:.1f} s, without steps {loads['idle']['p50']:.0f} ms."
-    )
-
-
 COMPARED = ["compare-vllm-base-cpu", "compare-vllm-single-cpu", "compare-vllm-mixed-cpu"]
 """Comparisons with other servers, in the order of the page."""
 QUANTISED = [
     *("compare-llama-int8-cpu", "compare-llama-int8-single-cpu", "compare-llama-int4-single-cpu"),
     "compare-vllm-int8-cpu",
 ]
-"""Those with quantised weights."""
-POOL: dict[str, Callable[[dict[str, Any]], str]] = {
-    "adapter-count-cpu": adapter_count_line,
-    "cliff-cpu": cliff_line,
-    "unified-cpu": unified_line,
-    "step-stall-cpu": step_stall_line,
-}
-"""Results of the pool under pressure, in the order of the page."""
-
-
-def pool_lines() -> list[str]:
-    """One item for each result, with its plot and its command."""
-    lines = []
-    for name, line in POOL.items():
-        run = result(name)
-        has_plot = (RESULTS / f"{name}.svg").exists()
-        plot = f" [Plot](benchmarks/results/{name}.svg)." if has_plot else ""
-        lines.append(f"- {line(run)}{plot} `{run['command']}`")
-    return lines
+"""Comparisons with quantised weights."""
 
 
 def step_table(run: dict[str, Any]) -> list[str]:
@@ -186,7 +121,7 @@ def step_table(run: dict[str, Any]) -> list[str]:
 
 
 def load_of(run: dict[str, Any]) -> tuple[str, str]:
-    """What a comparison asked for, and how many requests at a time."""
+    """Models of a comparison, and requests at a time."""
     options = run["options"]
     adapters = len(options["models"].split(",")) - 1
     who = f"base and {adapters} mixed adapters" if adapters else "base"
@@ -227,7 +162,7 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def overhead_line(run: dict[str, Any]) -> str:
-    """What is added to a step's arithmetic."""
+    """Shares that are added to a step's arithmetic."""
     shares = run["share of a step"]
     return (
         f"Planning, messages between processes and HTTP take **{shares['all']['median']:.1%}** of a step of"
@@ -300,7 +235,6 @@ def section() -> str:
             f"- {push_line(result('push-cpu'))}",
         ],
         "Steps": step_table(result("step-cpu")),
-        "The pool under pressure": pool_lines(),
     }
     if (RESULTS / "promises-cpu.json").exists():
         run = result("promises-cpu")
@@ -366,7 +300,6 @@ FAIR: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "adapters-http-0.5b-cpu": ("Many adapters over HTTP, 0.5B shape", table_lines),
     "batches-cpu": ("Interactive requests beside a batch, 0.5B shape", table_lines),
     "batches-target-cpu": ("The same with a target for the time of a step", table_lines),
-    "batching-cpu": ("Three generations of batching", table_lines),
 }
 """Title and text of each result in docs/fairness.md, in its order."""
 
@@ -429,7 +362,7 @@ def peers_table(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def gateway_section() -> str:
-    """What a gateway costs, and how soon killed servers are noticed."""
+    """The cost of a gateway, and the time until killed servers are noticed."""
     cost, promises = result("gateway-cpu"), result("cluster-promises-cpu")
     options = cost["options"]
     lines = ["| | direct | through a gateway |", "|---|---|---|"]

@@ -8,32 +8,22 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 
-from manylora.server import errors
+from manylora.server import apis, errors
 from manylora.server.adapters import push as routes_push
 from manylora.server.adapters import routes as routes_adapters
 from manylora.server.auth import browser as routes_session
 from manylora.server.batches import routes as routes_batches
 from manylora.server.boundary import OPEN_WHILE_DRAINING, outer_layers
 from manylora.server.generation import models, tokens
-from manylora.server.generation import routes as routes_generation
 from manylora.server.http.dashboard import add_dashboard
 from manylora.server.http.openapi import openapi_page
 from manylora.server.limits.management_turns import ManagementTurns
-from manylora.server.messages import routes as routes_messages
-from manylora.server.responses import routes as routes_responses
 from manylora.server.services import Services
 from manylora.server.status import routes as routes_status
 from manylora.server.tenants import routes as routes_tenants
 from manylora.server.usage import routes as routes_usage
-from manylora.server.vllm import routes as routes_vllm
 
-LIMITED_ROUTERS = (
-    routes_generation.router,
-    routes_responses.router,
-    routes_messages.router,
-    routes_messages.count_router,
-    tokens.router,
-)
+LIMITED_ROUTERS = (*map(apis.router_of, apis.GENERATING), tokens.router)
 """Routes that count against the limits of their caller."""
 ROUTERS = (
     *LIMITED_ROUTERS,
@@ -47,7 +37,7 @@ ROUTERS = (
     routes_session.router,
     routes_usage.router,
     routes_status.router,
-    routes_vllm.router,
+    *map(apis.router_of, apis.CONTROLLING),
     routes_status.health_router,
 )
 

@@ -1,7 +1,7 @@
 """The outermost ASGI layers: CORS, request ids, the answer while shutting down, the last catch, and authentication.
 
-A request's part of its caller's limits, and its part of the memory for bodies, are made and ended here, so they are
-given back however the request ends.
+A request's life begins and ends here. All that it takes, its part of its caller's limits and of the memory for bodies
+first, goes onto one stack in `scope["state"]["ends"]`, which is closed before the client sees the end of the answer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
@@ -23,11 +24,11 @@ from manylora.errors import ManyloraError
 from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.middleware import AuthMiddleware
-from manylora.server.drain import Drain
 from manylora.server.errors import error_response
 from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget, HeldBody
 from manylora.server.http.dashboard import PUBLIC_PATHS
 from manylora.server.limits.reservation import LimitReservation
+from manylora.server.process.drain import Drain
 
 log = structlog.get_logger("manylora.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
@@ -39,12 +40,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 def outer_layers(
     config: ServerConfig, registry: Registry, drain: Drain, answered: Callable[[int], None]
 ) -> list[Middleware]:
-    """What is around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
-    keys, uses_links = registry if config.auth == "on" else None, config.role != "gateway"
+    """Layers around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
+    keys = registry if config.auth == "on" else None
     bodies = BodyBudget(max(MOST_BYTES, MOST_BODIES * config.max_body_bytes))
     layers = [
         Middleware(Boundary, drain=drain, answered=answered, bodies=bodies),
-        Middleware(AuthMiddleware, keys=keys, uses_links=uses_links),
+        Middleware(AuthMiddleware, keys=keys, uses_links=config.role != "gateway"),
     ]
     if origins := config.allowed_origins:
         # Without credentials, so no cookie: a page of another origin needs a key of its own.
@@ -80,42 +81,53 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reservation, body, has_started = (
-            LimitReservation(),
-            HeldBody(self._bodies, partial(_tenant_of, scope)),
-            False,
-        )
-        made = {"request_id": request_id, "reservation": reservation, "body": body}
-        scope["state"] = {**scope.get("state", {}), **made}
+        reservation = LimitReservation()
+        body = HeldBody(self._bodies, partial(_tenant_of, scope))
+        ends = AsyncExitStack()
+        ends.callback(body.end)
+        ends.callback(reservation.end)
+        scope["state"] = {
+            **scope.get("state", {}),
+            "request_id": request_id,
+            "reservation": reservation,
+            "body": body,
+            "ends": ends,
+        }
+        has_started = False
 
-        async def send_with_headers(message: Message) -> None:
+        async def send_and_end(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
+                if message["status"] >= 400:
+                    await ends.aclose()
                 self._answered(message["status"])
                 self._add_headers(MutableHeaders(scope=message), request_id, reservation)
             elif not message.get("more_body", False):
-                reservation.end()  # before the client sees the end and sends its next request
+                await ends.aclose()  # before the client sees the end and sends its next request
             await send(message)
 
+        async with ends:
+            await self._pass_on(scope, receive, send_and_end, lambda: has_started)
+
+    async def _pass_on(
+        self, scope: Scope, receive: Receive, send: Send, has_started: Callable[[], bool]
+    ) -> None:
+        path = scope["path"]
         try:
-            if scope["path"] not in OPEN_WHILE_DRAINING:
+            if path not in OPEN_WHILE_DRAINING:
                 self._drain.check()
-            await self._app(scope, receive, send_with_headers)
+            await self._app(scope, receive, send)
         except ClientDisconnect:
             return  # the client is gone
         except ManyloraError as error:
-            await error_response(error, scope["path"])(scope, receive, send_with_headers)
+            await error_response(error, path)(scope, receive, send)
         except Exception as error:
-            log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
-            if has_started:
+            request_id = scope["state"]["request_id"]
+            log.exception("internal_error", request_id=request_id, path=path[:512])
+            if has_started():
                 raise
-            await error_response(ManyloraError(str(error)), scope["path"])(
-                scope, receive, send_with_headers
-            )
-        finally:
-            reservation.end()
-            body.end()
+            await error_response(ManyloraError(str(error)), path)(scope, receive, send)
 
     def _add_headers(
         self, headers: MutableHeaders, request_id: str, reservation: LimitReservation

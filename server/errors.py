@@ -20,11 +20,10 @@ from starlette.routing import Match
 from manylora import errors
 from manylora.engine import request as engine_request
 from manylora.errors import ManyloraError
-from manylora.server.http.bodies import is_anthropic
+from manylora.server.http.route_facts import JsonBody, error_shape
 from manylora.server.http.unknown_routes import hint, unknown_route
 from manylora.server.http.wrong_value import wrong_value
 
-JsonBody = dict[str, dict[str, object]]
 log = structlog.get_logger("manylora.server")
 
 ANSWERS: dict[type[ManyloraError], tuple[int, str]] = {
@@ -63,13 +62,7 @@ LAST_BYTES_CODES = frozenset(
         "db.lost",
     }
 )
-"""The same by error code, where the status alone does not tell."""
-ANTHROPIC_TYPES = {
-    "server_error": "api_error",
-    "insufficient_quota": "rate_limit_error",
-    "conflict_error": "invalid_request_error",
-}
-"""What Anthropic calls some of the types."""
+"""Error codes after which it is closed too, where the status alone does not tell."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. Look for the request id in the server's log."
 
@@ -91,19 +84,8 @@ def error_body(error: ManyloraError) -> JsonBody:
     return body
 
 
-def as_anthropic(body: JsonBody) -> dict[str, object]:
-    """A body of an error as Anthropic's clients know it."""
-    error = body["error"]
-    kind, message = str(error["type"]), str(error["message"])
-    if error["code"] == errors.ContextLengthError.code:
-        message = f"prompt is too long: {message}"  # by these words Claude Code knows to shorten the conversation
-    if error["code"] == errors.PayloadTooLargeError.code:
-        kind = "request_too_large"
-    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(kind, kind), "message": message}}
-
-
 def error_response(error: ManyloraError, path: str = "") -> Response:
-    """The whole answer: status, headers, and a body in the dialect of the path."""
+    """The whole answer: status, headers, and a body in the shape of the path."""
     status, _ = answer(error)
     return _response(status, error_body(error), error_headers(error), path)
 
@@ -172,7 +154,7 @@ def _on_one_line(message: str) -> str:
 
 
 def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -> Response:
-    shaped = as_anthropic if is_anthropic(path) else dict
+    shaped = error_shape(path).body
     try:
         content = orjson.dumps(shaped(body))
     except orjson.JSONEncodeError:  # the message quotes a string that is no Unicode text
@@ -202,24 +184,23 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
 
     if error.status_code == 404:
         return error_response(unknown_route(path, has_route), path)
-    message, code, headers = (
-        "The request is malformed.",
-        "invalid_request",
-        dict(error.headers or {}),
-    )
+    message = "The request is malformed."
+    code = "invalid_request"
+    headers = dict(error.headers or {})
     if error.status_code == 405:
         allowed = ", ".join(
             each for each in METHODS if Match.FULL in _matches(request, {"method": each})
         )
         message = f"This route takes {allowed}, not {request.method}.{hint(path, has_route)}"
-        code, headers = "method_not_allowed", {"allow": allowed}
+        code = "method_not_allowed"
+        headers = {"allow": allowed}
     return _response(
         error.status_code, _body(message, "invalid_request_error", None, code), headers, path
     )
 
 
 def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
-    """How the routes would take this request with another path or method."""
+    """Matches of the routes with this request under another path or method."""
     scope = {**request.scope, **changes}
     return {route.matches(scope)[0] for route in request.app.routes} - {Match.NONE}
 
@@ -227,9 +208,9 @@ def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
 async def _on_validation_error(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    told: ManyloraError = errors.InvalidRequestError(f"{name}: {wrong_value(first)}.", param=name)
+    shown: ManyloraError = errors.InvalidRequestError(f"{name}: {wrong_value(first)}.", param=name)
     if first["type"] == "extra_forbidden":
-        told = errors.UnsupportedParameterError(
+        shown = errors.UnsupportedParameterError(
             f"{name} is not a parameter of this route.", param=name
         )
-    return error_response(told, request.url.path)
+    return error_response(shown, request.url.path)

@@ -25,7 +25,7 @@ class Counts(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Hop:
-    """What comes with a request from a gateway."""
+    """Facts that come with a request from a gateway."""
 
     ledger_id: str
     """Under which the request is billed."""
@@ -34,7 +34,7 @@ class Hop:
     sticky: str
     """Chooses the version where an alias splits requests, as the gateway has done it already."""
     billed: Callable[[], Counts] = lambda: Counts(0, 0, 0)
-    """What would be billed if the request ended now."""
+    """Tokens that would be billed if the request ended now."""
 
 
 def is_probe(request: Request) -> bool:

@@ -22,13 +22,11 @@ from manylora.engine.process.client import EngineClient
 from manylora.engine.process.worker_process import Worker
 from manylora.engine.start_checks import check_start
 from manylora.engine.status import EngineReady
-from manylora.engine.text.tokenizer import Tokenizer, read_object
+from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, NotFoundError
 from manylora.registry.db.models import TenantRow
 from manylora.registry.registry import Registry
 from manylora.registry.servers import server_name
-from manylora.server.adapters.staged_files import open_staged
-from manylora.server.adapters.validation import AdapterValidator
 from manylora.server.app import create_app
 from manylora.server.auth.admin_key import (
     IS_OFF,
@@ -41,12 +39,8 @@ from manylora.server.auth.admin_key import (
 from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
-from manylora.server.drain import Drain
-from manylora.server.garbage import Sweeper
-from manylora.server.limits.database_turns import database_turns
-from manylora.server.limits.gate import Gate
-from manylora.server.limits.windows import Accounts
-from manylora.server.listen import (
+from manylora.server.http.json_body import BodyReader
+from manylora.server.http.listen import (
     ApiServer,
     Shutdown,
     bind,
@@ -56,22 +50,32 @@ from manylora.server.listen import (
     run_until_signal,
     url_of,
 )
-from manylora.server.logs import configure_logs
-from manylora.server.long_work import keep_interpreter_moving
-from manylora.server.pins import sync_pins
+from manylora.server.limits.accounts import Accounts
+from manylora.server.limits.gate import Gate
+from manylora.server.process.database_turns import database_turns
+from manylora.server.process.drain import Drain
+from manylora.server.process.logs import configure_logs
+from manylora.server.process.long_work import keep_interpreter_moving
+from manylora.server.process.threads import cancel_all
 from manylora.server.sandbox.chat_renderer import ChatRenderer
-from manylora.server.services import Services, base_names
-from manylora.server.status.metrics import Metrics
+from manylora.server.services import CallerLimits, Services, Versions, base_names
 from manylora.server.status.routes import metrics_response
-from manylora.server.status.vllm_names import VllmNames
-from manylora.server.threads import cancel_all
+from manylora.server.telemetry.metrics import Metrics
+from manylora.server.telemetry.vllm_names import VllmNames
 from manylora.server.tools.formats import check_format_name, format_of
+from manylora.server.uploads.staged_files import open_staged
+from manylora.server.uploads.uploads import Uploads
+from manylora.server.uploads.validation import AdapterValidator
 from manylora.server.usage.price_file import read_prices
+from manylora.server.versions.garbage import BlobGarbage, Sweeper
+from manylora.server.versions.memory import EphemeralWeights
+from manylora.server.versions.names import ModelNames
+from manylora.server.versions.pins import PinKeeper
 
 log = structlog.get_logger("manylora.server")
 Announce = Callable[[str], None]
-WITNESS_S = 10.0
-"""For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
+OTHER_BILL_S = 10.0
+"""Seconds after a replica starts again in which gateways may bill the requests that it was killed under."""
 
 
 def serve(config: Config, announce: Announce, worker: Worker | None = None) -> int:
@@ -155,7 +159,7 @@ async def open_services(
     announce: Announce,
     stack: AsyncExitStack,
     drain: Drain,
-    is_duty: Callable[[str, int], bool] = lambda *_: True,
+    keeps_pin: Callable[[str, int], bool] = lambda *_: True,
     worker: Worker | None = None,
 ) -> Services:
     """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
@@ -166,15 +170,68 @@ async def open_services(
         announce: Told how the start goes on.
         stack: Closes what was opened.
         drain: Counts the requests that run.
-        is_duty: As of `Services`.
+        keeps_pin: As of `PinKeeper`.
         worker: As of `EngineClient`.
 
     Raises:
         ConfigError: A setting is wrong.
         EngineUnavailableError: The engine does not start.
     """
+    registry = await _open_registry(config, key)
+    stack.push_async_callback(registry.close)
+    registry.database.share(database_turns())
+    blobs = await asyncio.to_thread(open_blob_store, config)
+    engine = EngineClient(config, announce=announce, worker=worker)
+    stack.push_async_callback(engine.close)
+    ready, tokenizer = await _start(engine, config.model.path)
+    format_of(tokenizer, config.model.tool_format)
+    chats = ChatRenderer(tokenizer)
+    stack.push_async_callback(chats.close)
+    if (fault := await chats.try_template()) is not None:
+        announce(f"manylora: chats are refused: {fault}")
+    name = await asyncio.to_thread(server_name, config.server.data_dir)
+    staged = await asyncio.to_thread(open_staged, config, blobs)
+    uploads = Uploads(validator=AdapterValidator(ready, blobs, base_names(config)), staged=staged)
+    stack.push_async_callback(uploads.validator.close)
+    accounts = Accounts()
+    if config.server.role == "replica":  # only servers over one database share limits
+        from manylora.server.limits.shared_accounts import open_shared_accounts
+
+        accounts = await open_shared_accounts(registry, name, stack)
+    metrics = metrics_of(config, ready)
+    versions = versions_of(config, name, registry, blobs, engine, uploads.validator, metrics)
+    versions.pins.keeps_pin = keeps_pin
+    services = Services(
+        config=config,
+        server_name=name,
+        registry=registry,
+        blobs=blobs,
+        engine=engine,
+        ready=ready,
+        tokenizer=tokenizer,
+        chats=chats,
+        versions=versions,
+        uploads=uploads,
+        limits=CallerLimits(gate=gate_of(config, engine, metrics), accounts=accounts),
+        bodies=BodyReader(most_bytes=config.server.max_body_bytes),
+        drain=drain,
+        metrics=metrics,
+        default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
+    )
+    stack.callback(services.bodies.long_work.close)
+    stack.push_async_callback(versions.garbage.close)
+    stack.push_async_callback(cancel_all, [await sweeper_of(services).start()])
+    await versions.pins.sync()
+    batches = BatchWorker(services, name)
+    stack.push_async_callback(batches.stop)
+    batches.start()
+    return services
+
+
+async def _open_registry(config: Config, key: AdminKey) -> Registry:
     prices = read_prices(config.registry.price_file) if config.registry.price_file else None
-    pepper, is_replica = given_pepper(environment()), config.server.role == "replica"
+    pepper = given_pepper(environment())
+    is_replica = config.server.role == "replica"
     if is_replica:
         check_shared_secrets("replica", pepper, environment().get(VARIABLE))
     registry = await Registry.open(
@@ -182,63 +239,64 @@ async def open_services(
         config.server.data_dir,
         key.secret,
         pepper=pepper,
-        grace_s=WITNESS_S if is_replica else 0.0,
+        grace_s=OTHER_BILL_S if is_replica else 0.0,
     )
-    stack.push_async_callback(registry.close)
-    registry.database.share(database_turns())
-    blobs = await asyncio.to_thread(open_blob_store, config)
-    engine = EngineClient(config, announce=announce, worker=worker)
-    stack.push_async_callback(engine.close)
-    ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
-    format_of(tokenizer, config.model.tool_format)
-    chats = ChatRenderer(tokenizer)
-    stack.push_async_callback(chats.close)
-    if (fault := await chats.try_template()) is not None:
-        announce(f"manylora: chats are refused: {fault}")
-    name = await asyncio.to_thread(server_name, config.server.data_dir)
-    validator = AdapterValidator(ready, blobs, base_names(config))
-    stack.push_async_callback(validator.close)
-    metrics, scheduler = metrics_of(config, ready), config.scheduler
-    accounts = Accounts()
-    if is_replica:  # only servers over one database share limits
-        from manylora.server.limits.leases import open_leased_accounts
+    registry.prices = prices
+    return registry
 
-        accounts = await open_leased_accounts(registry, name, stack)
-    services = Services(
-        config=config,
+
+def versions_of(
+    config: Config,
+    server: str,
+    registry: Registry,
+    blobs: BlobStore,
+    engine: EngineClient,
+    validator: AdapterValidator,
+    metrics: Metrics,
+) -> Versions:
+    """The parts that look after versions on this server."""
+    weights = EphemeralWeights(MemoryBlobs(int(config.adapter.push_gib * GIB)), engine, server)
+    pins = PinKeeper(
         registry=registry,
         engine=engine,
-        ready=ready,
-        tokenizer=tokenizer,
-        chats=chats,
-        tokenizer_settings=tokenizer_settings,
-        blobs=blobs,
-        validator=validator,
-        metrics=metrics,
-        gate=Gate(
-            scheduler.max_wait_s,
-            scheduler.max_waiting,
-            lambda: engine.load,
-            time.monotonic,
-            metrics.refused,
-        ),
-        drain=drain,
-        staged=await asyncio.to_thread(open_staged, config, blobs),
-        server_name=name,
-        is_duty=is_duty,
-        accounts=accounts,
-        memory=MemoryBlobs(int(config.adapter.push_gib * GIB)),
-        prices=prices,
-        default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
+        server=server,
+        pages=validator.pages,
+        on_pin=metrics.learn_adapter,
+        on_refusal=metrics.limited,
     )
-    stack.callback(services.long_work.close)
-    stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
-    stack.push_async_callback(cancel_all, [await Sweeper(services).start()])
-    await sync_pins(services)
-    batches = BatchWorker(services, name)
-    stack.push_async_callback(batches.stop)
-    batches.start()
-    return services
+    garbage = BlobGarbage(
+        registry=registry,
+        engine=engine,
+        blobs=blobs,
+        weights=weights,
+        pins=pins,
+        is_alone=config.server.role == "all",
+    )
+    names = ModelNames(registry, base_names(config))
+    return Versions(names=names, weights=weights, pins=pins, garbage=garbage)
+
+
+def gate_of(config: Config, engine: EngineClient, metrics: Metrics) -> Gate:
+    """The gate before an engine."""
+    scheduler = config.scheduler
+    return Gate(
+        scheduler.max_wait_s,
+        scheduler.max_waiting,
+        lambda: engine.load,
+        time.monotonic,
+        metrics.refused,
+    )
+
+
+def sweeper_of(services: Services) -> Sweeper:
+    """The sweeper of a server's leftovers."""
+    open_ids = services.registry.uploads.open_ids
+    return Sweeper(
+        services.versions.garbage,
+        services.server_name,
+        partial(services.uploads.sweep, open_ids),
+        owns_store=services.config.registry.blob_url is None,
+    )
 
 
 def metrics_of(config: Config, ready: EngineReady) -> Metrics:
@@ -247,26 +305,16 @@ def metrics_of(config: Config, ready: EngineReady) -> Metrics:
     return Metrics(VllmNames(base_names(config)[0], ready.memory.slots) if has_aliases else None)
 
 
-def load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
+def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a folder, or of a model of the hub that is in the cache already.
-
-    Returns:
-        It, and the content of `tokenizer_config.json` with the chat template where that has a file of its own.
 
     Raises:
         ConfigError: The files are not there.
     """
-    folder = resolve_model(model, is_downloaded=True)
-    settings = read_object(folder / "tokenizer_config.json")
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
-    return Tokenizer(folder), settings
+    return Tokenizer(resolve_model(model, is_downloaded=True))
 
 
-async def _start(
-    engine: EngineClient, model: str
-) -> tuple[EngineReady, tuple[Tokenizer, dict[str, object]]]:
+async def _start(engine: EngineClient, model: str) -> tuple[EngineReady, Tokenizer]:
     """Start the engine, and load a tokenizer that is already on disk meanwhile."""
     if not await asyncio.to_thread(os.path.exists, model):
         return await engine.start(), await asyncio.to_thread(load_tokenizer, model)
@@ -293,9 +341,8 @@ def open_blob_store(config: Config) -> BlobStore:
     blobs = open_blobs(config.registry, config.server.data_dir)
     try:
         blobs.probe()
-    except (
-        CapacityError
-    ) as error:  # it may come back, and adapters that are cached or resident are served meanwhile
+    except CapacityError as error:
+        # It may come back, and adapters that are cached or resident are served meanwhile.
         log.warning("blob_store_unavailable", code=error.code)
     return blobs
 

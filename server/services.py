@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, cast
@@ -15,108 +14,96 @@ from starlette.requests import Request
 
 import manylora
 from manylora.errors import EngineUnavailableError
-from manylora.server.adapters.upload_guards import Intake
-from manylora.server.http.body import Pace
+from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.arrivals import Arrivals
-from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.limits.windows import Accounts
-from manylora.server.long_work import LongWork
-from manylora.server.status.feed import EngineFeed
+from manylora.server.telemetry.feed import EngineFeed
 
 if TYPE_CHECKING:
-    from manylora.adapters.blobs.memory import MemoryBlobs
     from manylora.adapters.blobs.store import BlobStore
-    from manylora.adapters.ref import AdapterRef
     from manylora.config import Config
     from manylora.engine.process.client import EngineClient
     from manylora.engine.status import EngineReady, EngineStatus
     from manylora.engine.text.tokenizer import Tokenizer
     from manylora.registry.db.models import TenantRow
     from manylora.registry.registry import Registry
-    from manylora.registry.usage.prices import PriceTable
-    from manylora.server.adapters.staged_files import StagedFiles
-    from manylora.server.adapters.validation import AdapterValidator
-    from manylora.server.drain import Drain
+    from manylora.server.http.json_body import BodyReader
     from manylora.server.limits.gate import Gate
+    from manylora.server.process.drain import Drain
     from manylora.server.sandbox.chat_renderer import ChatRenderer
-    from manylora.server.status.metrics import Metrics
+    from manylora.server.telemetry.metrics import Metrics
+    from manylora.server.uploads.uploads import Uploads
+    from manylora.server.versions.garbage import BlobGarbage
+    from manylora.server.versions.memory import EphemeralWeights
+    from manylora.server.versions.names import ModelNames
+    from manylora.server.versions.pins import PinKeeper
 
 STATUS_S = 10.0
 """Longest wait in seconds for the engine's status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """All that the routes need."""
+class Clock:
+    """Time as this server reads it."""
 
-    config: Config
-    registry: Registry
-    engine: EngineClient
-    ready: EngineReady
-    """What the engine was at the first start; a restart changes nothing in it but the boot id."""
-    tokenizer: Tokenizer
-    chats: ChatRenderer
-    """Renders chats for the tokenizer."""
-    tokenizer_settings: Mapping[str, object]
-    """What the checkpoint's tokenizer_config.json says, for clients."""
-    blobs: BlobStore
-    validator: AdapterValidator
-    metrics: Metrics
-    drain: Drain
-    staged: StagedFiles
-    """Files of uploads in pieces, while they come."""
-    server_name: str
-    """Of this server among those over one database."""
-    memory: MemoryBlobs
-    """Weights of ephemeral versions."""
-    held: Counter[str] = field(default_factory=Counter)
-    """Requests by the weights of their ephemeral version, from when they found it."""
-    intake: Intake = field(default_factory=Intake)
-    """Uploads that are being received right now."""
-    prices: PriceTable | None = None
-    """What tokens cost; None shows no cost."""
-    default_tenant: TenantRow | None = None
-    """The tenant an admin acts for by default; set where authentication is off."""
-    removals: set[asyncio.Task[None]] = field(default_factory=set)
-    """Deletions that wait for the last request of an adapter to end."""
-    synced_pins: dict[str, AdapterRef] = field(default_factory=dict)
-    """Adapters that the engine was told to pin, by digest."""
-    is_duty: Callable[[str, int], bool] = lambda *_: True
-    """Whether this server is one of those that keep so many copies of a pinned version, by digest. After its answers
-    have changed, call `sync_pins`."""
-    pin_turns: FairSemaphore = field(default_factory=lambda: FairSemaphore(1))
-    """Whose place is held while the engine is told what to pin."""
-    accounts: Accounts = field(default_factory=Accounts)
-    """How much of their limits callers have used."""
-    pace: Pace = field(default_factory=Pace)
-    """How slowly clients may send."""
-    gate: Gate
-    """Decides which requests may wait in the engine."""
-    arrivals: Arrivals = field(default_factory=Arrivals)
-    """Decides which tenant's request the event loop goes on with."""
-    long_work: LongWork = field(default_factory=LongWork)
-    """Parses and tokenizes what is long."""
-    batches_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when this process made or cancelled a batch, so that the worker need not wait for its next look."""
-    engine_feed: EngineFeed = field(default_factory=EngineFeed)
-    """The engine's live feed, shared by all listeners."""
     monotonic: Callable[[], float] = time.monotonic
+    """Seconds that never jump."""
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
-    def uses(self, weights_sha256: str) -> bool:
-        """Whether a request that has not ended may still have to load these weights."""
-        return self.held[weights_sha256] > 0 or self.engine.uses(weights_sha256)
 
-    @property
-    def base_names(self) -> tuple[str, ...]:
-        """Names of the base, the one that clients call it by first."""
-        return base_names(self.config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerLimits:
+    """Limits that a request passes before the engine sees it."""
+
+    gate: Gate
+    """Decides which requests may wait in the engine."""
+    accounts: Accounts = field(default_factory=Accounts)
+    """Use of the limits of tenants and keys."""
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    """Decides which tenant's request the event loop goes on with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Versions of adapters on this server."""
+
+    names: ModelNames
+    weights: EphemeralWeights
+    pins: PinKeeper
+    garbage: BlobGarbage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """The parts of a server."""
+
+    config: Config
+    server_name: str
+    """Name of this server among those over one database."""
+    clock: Clock = field(default_factory=Clock)
+    registry: Registry
+    blobs: BlobStore
+    engine: EngineClient
+    ready: EngineReady
+    """State of the engine at its first start; a restart changes only the boot id."""
+    tokenizer: Tokenizer
+    chats: ChatRenderer
+    """Renders chats for the tokenizer."""
+    versions: Versions
+    uploads: Uploads
+    limits: CallerLimits
+    bodies: BodyReader
+    drain: Drain
+    metrics: Metrics
+    engine_feed: EngineFeed = field(default_factory=EngineFeed)
+    """Live feed of the engine, shared by all listeners."""
+    default_tenant: TenantRow | None = None
+    """Tenant for which an admin acts by default; set where authentication is off."""
 
     @property
     def served_name(self) -> str:
-        """The name by which clients call the base."""
-        return self.base_names[0]
+        """Name by which clients call the base."""
+        return base_names(self.config)[0]
 
     async def engine_status(
         self, within_s: float = STATUS_S, *, is_detailed: bool = False
@@ -136,10 +123,11 @@ class Services:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever seeded sampling may change."""
-        ready, kv = self.ready, "-kv-int8" if self.ready.geometry.is_kv_int8 else ""
-        digest = ready.base.digest.removeprefix("sha256:")[:12]
-        return f"manylora-{manylora.__version__}-{digest}-{ready.dtype}-{ready.memory.weights}{kv}"
+        """Text that changes whenever seeded sampling may change."""
+        kv = "-kv-int8" if self.ready.geometry.is_kv_int8 else ""
+        digest = self.ready.base.digest.removeprefix("sha256:")[:12]
+        numbers = f"{self.ready.dtype}-{self.ready.memory.weights}{kv}"
+        return f"manylora-{manylora.__version__}-{digest}-{numbers}"
 
 
 def services_of(request: Request) -> Services:

@@ -18,8 +18,8 @@ from manylora.cli import make_app
 from manylora.config import Config
 from manylora.errors import ConfigError
 from manylora.server.auth.admin_key import admin_key
-from manylora.server.drain import SETTLE_S
-from manylora.server.listen import STOP_S
+from manylora.server.http.listen import STOP_S
+from manylora.server.process.drain import SETTLE_S
 from manylora.server.settings import load_config
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -20,7 +20,7 @@ INSIDE_THE_MAP = {
         "manylora/cli/cluster",
         "server/cluster/launch",
         "manylora/cli/demo",
-        "manylora/cli/top",
+        "manylora/cli/ps",
         "registry/db/migrations",
         "registry/db/migrations/versions",
     ),

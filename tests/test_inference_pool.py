@@ -13,8 +13,8 @@ import yaml
 
 from api_server import Api
 from gateway_schemas import SCHEMAS
-from manylora.server.drain import SETTLE_S
-from manylora.server.listen import STOP_S
+from manylora.server.http.listen import STOP_S
+from manylora.server.process.drain import SETTLE_S
 from manylora.server.settings import load_config
 from system_tools import require_module
 

@@ -18,8 +18,8 @@ from gateway_schemas import RAY_SERVICE
 from manylora.config import GatewayConfig
 from manylora.server.cluster.launch.up import SECRETS
 from manylora.server.cluster.membership import NOTICE_S
-from manylora.server.drain import SETTLE_S
-from manylora.server.listen import STOP_S
+from manylora.server.http.listen import STOP_S
+from manylora.server.process.drain import SETTLE_S
 from manylora.server.settings import load_config
 from system_tools import require_module
 

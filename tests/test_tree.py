@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("adapters", "engine", "kernels", "memory", "registry", "server")
 PARTS = (*CORE, "manylora", "benchmarks")
 MOST_IN_A_PACKAGE = 16
-MOST_IN_THE_CORE = 312
+MOST_IN_THE_CORE = 316
 MOST_OF_THE_CHAT_ROUTE = 94
 
 

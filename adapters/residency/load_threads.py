@@ -6,7 +6,8 @@ operations uses one core. Knows nothing of the work.
 
 Niceness bounds a loader's share only over a long time: within one step, a loader and a copier may run for some
 milliseconds. `LoadPace` bounds them after each piece of work, on one budget, while steps run. Both are needed: with
-either alone, the slowest 1 % of steps took more than a quarter longer beside loads. `manylora bench stall` measures it.
+either alone, the slowest 1 % of steps took more than a quarter longer beside loads, with both a ninth longer
+(`benchmarks/results/step-stall-cpu.json`).
 """
 
 from __future__ import annotations

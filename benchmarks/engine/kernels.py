@@ -44,7 +44,7 @@ class Work:
     num_bytes: float
     flops: float = 0.0
     out: torch.Tensor | None = None
-    """What it adds to, if anything."""
+    """The tensor that it adds to, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class KernelBench:
         ]
 
     def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> Work:
-        """The choice of a token for each of so many rows."""
+        """Make the choice of a token for each of `rows` rows."""
         logits = torch.randn(rows, vocab_size).to(self.device)
         columns = SamplingColumns.build([row] * rows, self.device)
         return Work(
@@ -152,7 +152,7 @@ class KernelBench:
         )
 
     def queries(self, count: int) -> torch.Tensor:
-        """So many query rows, [count, Hq, D]."""
+        """Draw `count` query rows, [count, Hq, D]."""
         model = self.model
         return self._random(count, model.num_heads * model.head_dim).view(
             -1, model.num_heads, model.head_dim
@@ -166,7 +166,7 @@ class KernelBench:
         pages: Sequence[int] = (),
         q: torch.Tensor | None = None,
     ) -> Work:
-        """Decode attention of so many requests, or of `query` tokens that end a prompt of `context` tokens.
+        """Make decode attention of `rows` requests, or of `query` tokens that end a prompt of `context` tokens.
 
         Their keys and values are in `pages`, which are those from the second on if none are given.
         """
@@ -213,7 +213,7 @@ def all_modules(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
 
 
 def measure_machine(device: torch.device, num_bytes: int, side: int) -> Machine:
-    """Bandwidth of a copy of so many bytes, read and written, and speed of a product of square matrices.
+    """Measure the bandwidth of a copy, read and written, and the speed of a product of square matrices.
 
     The numbers are random: on zeros a GPU needs less power and is faster.
     """

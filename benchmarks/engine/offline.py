@@ -1,4 +1,4 @@
-"""How much faster is Manylora than transformers and PEFT, on the same machine in the same process?
+"""Manylora beside transformers and PEFT, on the same machine in the same process.
 
     manylora bench offline [--repeats 3] [--json benchmarks/results/offline-cpu.json]
 
@@ -28,7 +28,7 @@ from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, take_turns
 from manylora.config import usable_cores
 
 PEERS = {"base": "transformers", "mixed": "transformers + PEFT", "single": "transformers"}
-"""What Manylora is compared with, by load."""
+"""The peer that Manylora is compared with, by load."""
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, Sequence[int] | None], list[list[int]]]
 """Token ids of each answer, from prompts and the adapter index of each (None is the base)."""

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from manylora import demo
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.stored import greedy_request
-from manylora.benchmarks.qwen_shape import make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption
-from manylora.config import (
-    Config,
-    Dtype,
-    MemoryConfig,
-    ModelConfig,
-    RegistryConfig,
-    SchedulerConfig,
-)
+from manylora.config import Config, RegistryConfig
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.errors import EngineError
@@ -45,10 +33,10 @@ class OwnEngine:
         self.parts, self.core = parts, parts.core
         self.blob_dir = config.blob_dir
         self.outputs: list[RequestOutput] = []
-        """What the last call of the core returned."""
+        """Outputs of the last call of the core."""
         self._loaded = loaded
         self._is_blocked = False
-        """Whether the last call of the core found nothing to do, and no request came since."""
+        """True if the last call of the core found nothing to do, and no request came since."""
         self._ids = itertools.count(1)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -71,14 +59,14 @@ class OwnEngine:
             self.submit(greedy_request(ids[-1], prompt, most, adapter))
         return ids
 
-    def pump(self, longest_wait_s: float = _BLOCKED_WAIT_S) -> float:
+    def pump(self) -> float:
         """Call the core once; if it had nothing to do, wait for a load first. Returns the seconds without the wait.
 
         Raises:
             EngineError: A request failed.
         """
         if self._is_blocked:
-            self._loaded.wait(longest_wait_s)
+            self._loaded.wait(_BLOCKED_WAIT_S)
         self._loaded.clear()
         num_steps, start_s = self.core.num_steps, time.perf_counter()
         self.outputs = self.core.pump()
@@ -104,46 +92,19 @@ class OwnEngine:
 
 
 @contextlib.contextmanager
-def own_engine(
-    config: Config, build: Callable[..., EngineParts] = build_engine
-) -> Iterator[OwnEngine]:
+def own_engine(config: Config) -> Iterator[OwnEngine]:
     """Build an engine as the product does, and close it when the block is left.
 
     Args:
         config: Its settings; without a blob store it gets an empty one of its own.
-        build: Builds it.
     """
     with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
         config = replace(
             config, registry=RegistryConfig(blob_url=config.registry.blob_url or folder)
         )
         loaded = threading.Event()
-        parts = build(config, notify=loaded.set)
+        parts = build_engine(config, notify=loaded.set)
         try:
             yield OwnEngine(parts, loaded, config)
         finally:
             parts.core.close()
-
-
-def add_shape_options(add: AddOption) -> None:
-    """Add the options that `shape_config` reads, but for `--requests`."""
-    add("--shape", choices=("qwen", "demo"), default="qwen")
-    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-
-
-def shape_config(options: argparse.Namespace, memory: MemoryConfig) -> tuple[Config, list[Path]]:
-    """Settings for steps of `--requests` with the model of `--shape`, and the folders of its adapters.
-
-    The 0.5B shape has these pages and computes in bfloat16; the shipped model has fewer, and computes in float32.
-    """
-    dtype: Dtype = "bfloat16"
-    if options.shape == "demo":
-        base, adapters, dtype = demo.MODEL, sorted(demo.ADAPTERS.iterdir()), "float32"
-        memory = MemoryConfig(gib=0.03125, host_gib=0.03125)
-    else:
-        base, adapters = make_checkpoints(options.cache)
-    model = ModelConfig(path=str(base), device="cpu", dtype=dtype, threads=options.threads)
-    return Config(
-        model=model, memory=memory, scheduler=SchedulerConfig(max_running=options.requests)
-    ), adapters

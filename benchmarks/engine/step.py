@@ -1,4 +1,4 @@
-"""How long does a step take, compared with the least time possible, and where does the time go?
+"""Time of a step, compared with the least time possible, and the parts where it goes.
 
     manylora bench step [--rows 1,8,32] [--prefill 2040] [--weights bf16,int8] [--json benchmarks/results/step-cpu.json]
 
@@ -31,7 +31,7 @@ from manylora.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, time
 from manylora.benchmarks.engine.stored import store_adapters
 from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive, take_turns
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, add_positive, counts, take_turns
 from manylora.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.model.linear import make_head, make_linear
 from manylora.kernels.weight_format import WeightFormat
@@ -60,13 +60,13 @@ class Case:
     adapters: Sequence[AdapterRef | None]
     """The adapters of its requests, in turn."""
     prompt_tokens: int = PROMPT_TOKENS
-    """Of each request."""
+    """Tokens of the prompt of each request."""
     is_prefill: bool = False
-    """Whether the step that computes the prompts is timed, instead of the decode steps."""
+    """True if the step that computes the prompts is timed, instead of the decode steps."""
 
 
 class LinearPass:
-    """All linear layers of the 0.5B shape with random weights (0.8 GB in bfloat16).
+    """The linear layers of the 0.5B shape with random weights (0.8 GB in bfloat16).
 
     They run in model order, so that every weight comes from memory and not from a cache, as in a real step.
 
@@ -90,7 +90,7 @@ class LinearPass:
 
     @torch.inference_mode()
     def seconds(self, rows: int, head_rows: int) -> float:
-        """Median time of one pass over so many rows of activations, `head_rows` of which get logits."""
+        """Median time of one pass over `rows` rows of activations, `head_rows` of which get logits."""
         counts = [rows] * (len(self._linears) - 1) + [head_rows]
         inputs = {
             (count, width): _random(count, width)
@@ -286,14 +286,8 @@ def add_options(add: AddOption) -> None:
     """Add its options."""
     add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
-    add(
-        "--prompt-tokens",
-        type=positive,
-        default=PROMPT_TOKENS,
-        help="of each request of a decode step",
-    )
+    add_positive(add, prompt_tokens=(PROMPT_TOKENS, "of each request of a decode step"))
     add("--weights", type=formats, default="bf16", help=f"of {', '.join(FORMATS)}, comma-separated")
-    add("--steps", type=positive, default=24, help="timed decode steps of each repeat")
-    add("--repeats", type=positive, default=4)
+    add_positive(add, steps=(24, "timed decode steps of each repeat"), repeats=(4, ""))
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")

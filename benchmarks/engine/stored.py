@@ -83,7 +83,7 @@ def random_lora(
 def greedy_request(
     request_id: str, prompt_token_ids: list[int], max_tokens: int, adapter: AdapterRef | None
 ) -> GenerationRequest:
-    """A request for exactly so many tokens."""
+    """Make a request for exactly `max_tokens` tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     return GenerationRequest(
         request_id=request_id, prompt_token_ids=prompt_token_ids, params=params, adapter=adapter

@@ -1,1 +1,1 @@
-"""What a GPU is asked. Each verb is time-boxed, goes on where it stopped, and fails case by case."""
+"""Measurements of a GPU, in verbs. Each verb is time-boxed, goes on where it stopped, and fails case by case."""

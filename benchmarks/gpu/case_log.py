@@ -17,8 +17,9 @@ from typing import Any
 from manylora.benchmarks.report import without_nan
 
 Figures = Mapping[str, Any]
-"""What a case found. The printed line shows `measured`, `floor`, `goal` (the most that `measured` should be), `unit`
-and `note`. A goal that is missed, or `ok` that is False, makes the exit status 1. `absent` says why it was not run."""
+"""The findings of a case. The printed line shows `measured`, `floor`, `goal` (the most that `measured` should be),
+`unit` and `note`. A goal that is missed, or `ok` that is False, makes the exit status 1. `absent` says why the case was
+not run."""
 Cases = Mapping[str, Callable[[], Figures]]
 """Measurements by name, in the order of their worth."""
 UNFINISHED_CASE = "the process ended in this case"
@@ -112,7 +113,7 @@ def settle(path: Path, error: str | None) -> None:
 
 
 def is_failure(found: Figures) -> bool:
-    """Whether a case failed or missed its goal; one that says `absent` could not be run here, and is no failure."""
+    """Say if a case failed or missed its goal; one that says `absent` could not be run here, and is no failure."""
     return (
         "error" in found
         or not found.get("ok", True)

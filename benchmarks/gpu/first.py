@@ -45,7 +45,7 @@ CLOSING_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some cases of a verb that share what they need."""
+    """Cases of a verb that share what they need."""
 
     verb: str
     only: str
@@ -95,7 +95,7 @@ class FirstLook:
     pieces: Sequence[Piece]
     command: Sequence[str] = (sys.executable, "-P", "-m", "manylora.benchmarks.main", "gpu")
     failures: dict[Piece, str] = field(default_factory=dict)
-    """Why processes ended that found nothing."""
+    """Reasons for which processes ended that found nothing."""
 
     def run(self) -> int:
         """Run the pieces that fit; returns the exit status."""
@@ -123,7 +123,7 @@ class FirstLook:
         return {name: kept[name] for name in piece.names(self.cases[piece.verb]) if name in kept}
 
     def table(self) -> str:
-        """All cases, beside what was predicted of them."""
+        """Make a table of all cases, beside what was predicted of them."""
         rows = ["| verb | case | measured | predicted | ratio |", "|---|---|---|---|---|"]
         for piece in self.pieces:
             found, reason = self.found(piece), self.failures.get(piece, "not run: no time was left")

@@ -14,7 +14,7 @@ from manylora.benchmarks.model_shapes import DTYPE_BYTES, ModelShape
 GOAL_BASE = 1.25
 """E1: a decode step of the base, as a multiple of its floor."""
 GOAL_ADAPTERS = {1: 1.08, 32: 1.25, 64: 1.45}
-"""E2: a decode step with so many adapters of rank 16, as a multiple of one of the base."""
+"""E2: a decode step with this number of adapters of rank 16, as a multiple of one of the base."""
 GOAL_PROMPT = 1.12
 """E3: a prompt with an adapter, as a multiple of one without."""
 GOAL_LORA = 1.4
@@ -44,7 +44,7 @@ def lora_elements(model: ModelShape, ranks: Sequence[int]) -> int:
 
 
 def kv_elements(model: ModelShape, tokens: int) -> int:
-    """Numbers in keys and values of so many tokens."""
+    """Numbers in keys and values of this number of tokens."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * tokens
 
 

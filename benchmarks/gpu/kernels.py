@@ -27,7 +27,7 @@ MANY_RANKS = 512
 LEAST_GAIN = 0.98
 """Constants are taken if a call with them takes less than this share of the time of the best before."""
 CLOSE = 2**-7
-"""Relative error within which results of other constants, or of FlashInfer, are the same."""
+"""Largest relative error of results with other constants."""
 PROMPTS = ((512, 0), (2048, 0), (512, 16_384))
 """Tokens of a prompt, and how many of it were computed before."""
 SAMPLINGS = {

@@ -1,4 +1,4 @@
-"""What copies of pages from pinned memory cost beside one large copy (M1), and what scattered pages cost attention."""
+"""The cost of copies of pages from pinned memory beside one large copy (M1), and of scattered pages for attention."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _scattered(setup: Setup, model: ModelShape) -> Figures:
 
 
 def scattered_pages(count: int, span: int) -> list[int]:
-    """So many different pages, spread evenly over the first `span` of an arena, in random order but if that is all."""
+    """Choose different pages, spread evenly over the first `span` of an arena, in random order but if that is all."""
     pages = [1 + index * span // count for index in range(count)]
     if span > count:
         random.Random(0).shuffle(pages)

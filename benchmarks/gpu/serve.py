@@ -27,11 +27,11 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 PHASE_S = 60.0
 WARM_UP_S = 10.0
 LEAST_STEPS = 30
-"""Of a phase, on a device of any speed."""
+"""Least steps of a phase, on a device of any speed."""
 
 
 def cases(setup: Setup) -> Cases:
-    """All phases in one case, since what counts is their ratio."""
+    """Make one case of all phases, since what counts is their ratio."""
     return {f"{MAX_RUNNING} rows, {NUM_ADAPTERS} adapters": partial(_phases, setup)}
 
 

@@ -1,4 +1,4 @@
-"""What the cases of a verb share: the device, what it can do at best, and a model of random weights to run on it."""
+"""Parts that the cases of a verb share: the device, its best speed, and a model of random weights to run on it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from manylora.engine.model.weights import _Checkpoint
 N = TypeVar("N", int, float)
 TINY = ModelShape("tiny", num_layers=2, hidden=64, intermediate=160, num_heads=4, num_kv_heads=2)
 MAX_TOKENS = 1 << 18
-"""Keys and values of so many tokens are the most that attention is timed with: 32 GiB of the 8B shape."""
+"""Most tokens whose keys and values attention is timed with: 32 GiB of the 8B shape."""
 MAX_RUNNING = 64
 """Rows of a full batch."""
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu,memory.used,memory.total"
@@ -47,17 +47,17 @@ _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperatu
 
 @dataclass(kw_only=True, eq=False)
 class Setup:
-    """What the cases of a verb run on. The large parts are made when the first case wants them."""
+    """The device and data of the cases of a verb. The large parts are made when the first case wants them."""
 
     device: torch.device
     out: Path
     """Folder of the results."""
     is_tiny: bool = False
-    """Whether sizes are those of a toy, so that the verbs can be tested on a CPU."""
+    """True if sizes are those of a toy, so that the verbs can be tested on a CPU."""
     is_eager: bool = False
-    """Whether the engine launches each kernel of a decode step, and replays no CUDA graphs."""
+    """True if the engine launches each kernel of a decode step, and replays no CUDA graphs."""
     kv_dtype: KvDtype = "auto"
-    """Of the keys and values of operations."""
+    """Type of the keys and values of operations."""
     jobs: int = 1
     """Processes for tests."""
     seconds: float = 540.0
@@ -71,7 +71,7 @@ class Setup:
 
     @property
     def has_goals(self) -> bool:
-        """Whether the goals count: they are those of a GPU, and the toy tries them out."""
+        """True if the goals count: they are those of a GPU, and the toy tries them out."""
         return self.is_tiny or self.device.type == "cuda"
 
     @property
@@ -82,12 +82,12 @@ class Setup:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """Tokens that the model knows."""
         return self.sized(128_256, 512)
 
     @cached_property
     def machine(self) -> Machine:
-        """What the device can do at best."""
+        """The best speed of the device."""
         real = (1 << 32, 8192) if self.device.type == "cuda" else (1 << 28, 1536)
         return measure_machine(self.device, *((1 << 22, 128) if self.is_tiny else real))
 

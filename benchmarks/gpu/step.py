@@ -1,4 +1,4 @@
-"""Whole steps of the engine with random weights, with and without adapters, beside their floors.
+"""Steps of the engine with random weights, with and without adapters, beside their floors.
 
 A step is one call of the core, planning and sampling included. The profiler says, for three further steps, how long the
 device computed and how many kernels it got: where it computed for less than the step took, it waited for the host.
@@ -132,7 +132,7 @@ def draw_prompt(setup: Setup, tokens: int) -> list[int]:
 
 
 def device_work(setup: Setup, trace: str) -> dict[str, Any]:
-    """What the device did in some steps; with a file name, the whole trace goes there."""
+    """Profile some steps; with a file name, the whole trace goes there."""
     activities = [
         ProfilerActivity.CPU,
         *([ProfilerActivity.CUDA] if setup.device.type == "cuda" else []),

@@ -7,7 +7,6 @@
     check      do the tests pass on it, the demo's recorded answers among them?
     sanitize   do kernels read or write outside of their tensors, or race? (compute-sanitizer)
     kernels    how near is each operation to its floor, and which launch constants are best?
-    yardstick  how does attention compare with FlashInfer's, on the same pages?
     step       how long is a step of the 8B shape with up to 64 adapters?
     profile    where does its time go? (a trace of torch's profiler)
     memory     what do page copies and scattered pages cost?
@@ -32,10 +31,10 @@ from typing import get_args
 
 import torch
 
-from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, serve, step, yardstick
+from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, serve, step
 from manylora.benchmarks.gpu.case_log import CaseLog, Cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
-from manylora.benchmarks.report import AddOption, positive, provenance
+from manylora.benchmarks.report import AddOption, add_positive, provenance
 from manylora.config import KvDtype, environment
 from manylora.errors import ConfigError
 
@@ -44,7 +43,6 @@ VERBS: dict[str, Callable[[Setup], Cases]] = {
     "check": commands.check_cases,
     "sanitize": commands.sanitize_cases,
     "kernels": kernels.cases,
-    "yardstick": yardstick.cases,
     "step": step.cases,
     "profile": step.trace_cases,
     "memory": memory.cases,
@@ -135,7 +133,7 @@ def add_options(add: AddOption) -> None:
         default=540.0,
         help="stop before a case that would not end within these seconds",
     )
-    add("--jobs", type=positive, default=1, help="processes for tests")
+    add_positive(add, jobs=(1, "processes for tests"))
     add("--only", default="", help="a pattern: run only cases whose names have it")
     add("--eager", action="store_true", help="launch each kernel of a decode step: no CUDA graphs")
     add(

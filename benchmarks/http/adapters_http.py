@@ -1,78 +1,70 @@
-"""What do many adapters, few of them popular, cost a server over HTTP?
+"""The cost of many adapters, few of them popular, for a server over HTTP.
 
     manylora bench adapters-http [--counts 5,100,2000] [--shape demo] [--json benchmarks/results/adapters-http-cpu.json]
 
-32 requests are in flight, for adapters drawn by Zipf's law with exponent 1. The server has just started: every adapter
-is loaded from the store. The control is a second server that gets the same requests with all adapters on the device
-already. Both are loaded in turns of a few seconds: a slow minute of the machine hits both. Cold is the first part of a
-server's load, warm the last. One more arm, tight, has a pool for half of its adapters beside the KV cache. Prints
-tables and, last, one JSON line.
+32 requests are in flight, for adapters drawn by Zipf's law with exponent 1. The server has computed nothing for them
+yet: every adapter is loaded from the store. The control is a second server that gets the same requests with all
+adapters on the device already. Both are loaded in turns of a few seconds: a slow minute of the machine hits both. Cold
+is the first part of a server's load, warm the last. One more arm, tight, has a pool for half of its adapters beside the
+KV cache. Prints tables and, last, one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import itertools
-import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.generator import (
-    Calls,
-    Reply,
-    check_replies,
-    closed_loop,
-    tokens_per_s,
-)
+from manylora.benchmarks.http.generator import Generator, Target, ask, check_replies
 from manylora.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
-from manylora.benchmarks.metrics import percentile
+from manylora.benchmarks.http.runner import play
+from manylora.benchmarks.metrics import Reply, percentile, tokens_per_s
 from manylora.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
 from manylora.benchmarks.report import (
     DEFAULT_CACHE,
     AddOption,
+    add_positive,
     counts,
     goal,
-    positive,
     ratios,
     spread,
     take_turns,
 )
-from manylora.benchmarks.workloads import zipf_adapters
+from manylora.benchmarks.workloads import draw_adapters
 from manylora.errors import ManyloraError
 
 MIN_RATIO = {"cold": 0.85, "warm": 0.95}
-"""Of the control's tokens/s."""
+"""Least share of the control's tokens/s."""
 MIN_TIGHT_RATIO = 0.8
 MAX_TTFT_RATIO = 2.0
 """Warm TTFT p99 in the control's."""
 MAX_COLD_TTFT_MS = 300.0
 """Demo model."""
 TURN_S = 5.0
-"""Of the load of one server, then it is the other one's turn."""
+"""Time for which one server is loaded, before it is the other one's turn."""
 Spans = dict[str, list[dict[str, Any]]]
-"""What each turn of the cold and of the warm span came to."""
+"""Figures of each turn of the cold and of the warm span."""
+NUM_WARM_UP = 128
+"""Requests for the base before the load."""
 _PASS_IN_FLIGHT = 8
 _SAMPLE = 40
 """Adapters to ask for their number of pages; the copies repeat after a few."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All numbers of adapters, then the pool that is too small."""
+    """Measure all numbers of adapters, then the pool that is too small."""
     if options.shape == "0.5b":
-        options.model, options.adapters = (
-            make_checkpoints(options.cache)[0],
-            make_small_adapters(options.cache),
-        )
+        options.model = make_checkpoints(options.cache)[0]
+        options.adapters = make_small_adapters(options.cache)
     arms = {str(count): measure_arm(options, count, is_tight=False) for count in options.counts}
     if options.tight:
         arms["tight"] = measure_arm(options, options.tight, is_tight=True)
@@ -80,14 +72,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for (name, arm), span in itertools.product(arms.items(), MIN_RATIO):
         served, control = (arm["runs"][kind][span] for kind in ("served", "control"))
         ratio = arm["ratio"][span]["median"]
-        rates = {
-            "tokens/s": served["tokens_per_s"]["median"],
-            "control": control["tokens_per_s"]["median"],
-            "ratio": ratio,
-        }
-        times = {"TTFT p99, ms": served["ttft_p99_ms"], "control's": control["ttft_p99_ms"]}
-        states = {state: served["states"].get(state, 0.0) for state in ("device", "host", "stored")}
-        table.append({"adapters": name, "": span, **rates, **times, **states})
+        table.append(
+            {
+                "adapters": name,
+                "": span,
+                "tokens/s": served["tokens_per_s"]["median"],
+                "control": control["tokens_per_s"]["median"],
+                "ratio": ratio,
+                "TTFT p99, ms": served["ttft_p99_ms"],
+                "control's": control["ttft_p99_ms"],
+                **{tier: served["states"].get(tier, 0.0) for tier in ("device", "host", "stored")},
+            }
+        )
         least = MIN_TIGHT_RATIO if name == "tight" else MIN_RATIO[span]
         goals.append(
             goal(f"{name}: tokens/s over the control's, {span}", ratio, least, is_least=True)
@@ -99,103 +95,72 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> dict[str, Any]:
-    """Measure one number of adapters: two new servers in each repeat, with adapters that were uploaded once."""
-    chosen = hashlib.sha256(f"own weights {options.model} {options.adapters}".encode()).hexdigest()[
-        :8
-    ]
-    folder = options.cache / f"adapters-http-{chosen}-{count}"
-    registered = register(options, folder, count)
-    settings = {"control": [], "served": _half_of_pool(options, **registered) if is_tight else []}
-    key, names = registered["key"], registered["names"]
+    """Measure one number of adapters, on two new servers in each repeat."""
+    settings: dict[str, list[str]] = {"control": [], "served": []}
 
     def run(repeat: int) -> dict[str, Spans]:
-        with contextlib.ExitStack() as stack:
-            servers = {}
-            copies = Path(
-                stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="manylora-", dir=options.cache)
-                )
-            )
-            for kind, own in settings.items():
-                copy = shutil.copytree(folder, copies / kind)
-                server = stack.enter_context(
-                    plain_server(options.model, [*options.set, *own], folder=copy)
-                )
-                uvloop.run(
-                    _warm_up(
-                        options,
-                        server,
-                        server.calls(key, repeat),
-                        names if kind == "control" else [],
-                    )
-                )
-                servers[kind] = server
-            return _load_in_turns(options, servers, key, names, repeat)
+        with plain_server(options.model, options.set) as control:
+            targets = {"control": register(options, control, count)}
+            uvloop.run(_warm_up(options, control, targets["control"]))
+            if is_tight:
+                settings["served"] = _half_of_pool(options, control, targets["control"])
+            with plain_server(options.model, [*options.set, *settings["served"]]) as served:
+                targets["served"] = register(options, served, count)
+                uvloop.run(_warm_up(options, served, targets["served"], has_adapters=False))
+                return _load_in_turns(options, targets, control.vocab_size, repeat)
 
     runs = [run(repeat) for repeat in range(1, options.repeats + 1)]
     merged = {
         kind: {span: _figures([each[kind][span] for each in runs]) for span in MIN_RATIO}
         for kind in settings
     }
-    rates = {
-        kind: {span: merged[kind][span]["tokens_per_s"]["repeats"] for span in MIN_RATIO}
-        for kind in merged
-    }
-    ratio = {span: ratios(rates["served"][span], rates["control"][span]) for span in MIN_RATIO}
-    return {"adapters": count, "settings": settings, "runs": merged, "ratio": ratio}
+
+    def ratio(span: str) -> dict[str, Any]:
+        served, control = (
+            merged[kind][span]["tokens_per_s"]["repeats"] for kind in ("served", "control")
+        )
+        return ratios(served, control)
+
+    by_span = {span: ratio(span) for span in MIN_RATIO}
+    return {"adapters": count, "settings": settings, "runs": merged, "ratio": by_span}
 
 
-def register(options: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
-    """The key and the names of so many adapters, and the pages of some; uploaded if the folder does not have them."""
-    finished = folder / "registered.json"
-    if not finished.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        with plain_server(options.model, options.set, folder=folder) as server:
-            key = server.add_tenant("zipf")
-            names = server.upload_copies(key, options.adapters, count)
-            client = server.client(key)
-            found = [client.get_adapter(name)["pages"] for name in names[:_SAMPLE]]
-            shape = {"pages": sum(found) / len(found), "geometry": server.ready["geometry"]}
-            finished.write_text(json.dumps({"key": key, "names": names, **shape}))
-    return dict(json.loads(finished.read_text()))
+def register(options: argparse.Namespace, server: OwnServer, count: int) -> list[Target]:
+    """Upload adapters for a new tenant."""
+    key = server.add_tenant("zipf")
+    return server.targets(key, server.upload_copies(key, options.adapters, count))
 
 
 def _half_of_pool(
-    options: argparse.Namespace,
-    names: Sequence[str],
-    pages: float,
-    geometry: dict[str, int],
-    **_: object,
+    options: argparse.Namespace, server: OwnServer, targets: Sequence[Target]
 ) -> list[str]:
-    """The setting of a pool that holds half of the adapters beside the KV cache of what is in flight."""
-    blocks = options.in_flight * -(
-        -(options.input_tokens + options.output_tokens) // geometry["page_tokens"]
-    )
-    needed = int(len(names) / 2 * pages + blocks * geometry["num_groups"])
+    """Make the setting of a pool that holds half of the adapters beside the KV cache of what is in flight."""
+    geometry = server.ready["geometry"]
+    with server.client(targets[0].key) as client:
+        pages = [client.get_adapter(target.model)["pages"] for target in targets[:_SAMPLE]]
+    blocks = -(-(options.input_tokens + options.output_tokens) // geometry["page_tokens"])
+    needed = int(len(targets) / 2 * statistics.mean(pages))
+    needed += options.in_flight * blocks * geometry["num_groups"]
     return [f"memory.gib={(needed + 1.5) * geometry['page_bytes'] / (1 << 30):.6f}"]
 
 
 def _load_in_turns(
-    options: argparse.Namespace,
-    servers: dict[str, OwnServer],
-    key: str,
-    names: Sequence[str],
-    seed: int,
+    options: argparse.Namespace, targets: dict[str, list[Target]], vocab_size: int, seed: int
 ) -> dict[str, Spans]:
-    """Cold and warm spans of both servers, which get the same requests."""
+    """Measure cold and warm spans of both servers, which get the same requests."""
     num_turns = max(round(options.seconds / TURN_S), 1)
     turn_s = options.seconds / num_turns
-    adapters = {kind: enumerate(zipf_adapters(len(names), seed=seed), 1 << 20) for kind in servers}
+    adapters = {kind: draw_adapters("zipf:1", len(each), seed) for kind, each in targets.items()}
 
-    async def turn(kind: str) -> dict[str, Any]:
+    async def turn(kind: str, round_: int) -> dict[str, Any]:
         replies: list[Reply] = []
-        with contextlib.closing((calls := servers[kind].calls(key, seed)).client):
-            load = (
-                calls.make(names[adapter], options.input_tokens, options.output_tokens, number)
-                for number, adapter in adapters[kind]
+        with contextlib.closing(Generator(vocab_size, seed << 10 | round_)) as made:
+            calls = (
+                made.call(targets[kind][adapter], options.input_tokens, options.output_tokens)
+                for adapter in adapters[kind]
             )
             end_s = time.perf_counter() + turn_s
-            await closed_loop(load, options.in_flight, replies, until_s=end_s)
+            await play(calls, partial(ask, replies), at_once=options.in_flight, until_s=end_s)
         check_replies(replies)
         return {
             "tokens_per_s": tokens_per_s(replies, end_s - turn_s, end_s),
@@ -208,39 +173,47 @@ def _load_in_turns(
         }
 
     turns = take_turns(
-        ("served", "control"), num_turns, lambda kind, _: uvloop.run(turn(kind)), first=1
+        ("served", "control"),
+        num_turns,
+        lambda kind, round_: uvloop.run(turn(kind, round_)),
+        first=1,
     )
     count = min(max(round(options.span_s / turn_s), 1), num_turns)
     return {kind: {"cold": each[:count], "warm": each[-count:]} for kind, each in turns.items()}
 
 
 async def _warm_up(
-    options: argparse.Namespace, server: OwnServer, calls: Calls, names: Sequence[str]
+    options: argparse.Namespace,
+    server: OwnServer,
+    targets: Sequence[Target],
+    *,
+    has_adapters: bool = True,
 ) -> None:
-    """Some requests for the base, then one for each of these adapters, which are on the device then."""
+    """Ask for the base, then for each adapter once, unless these are to stay in the store.
+
+    Raises:
+        ManyloraError: The device has no room for all adapters.
+    """
+    base = server.targets(targets[0].key, [BASE_NAME])[0]
     replies: list[Reply] = []
-    with contextlib.closing(calls.client):
-        base = (
-            calls.make(BASE_NAME, options.input_tokens, options.output_tokens, number)
-            for number in range(128)
-        )
-        await closed_loop(base, options.in_flight, replies)
-        one_each = (
-            calls.make(name, options.input_tokens, 1, number)
-            for number, name in enumerate(names, 128)
-        )
-        await closed_loop(one_each, _PASS_IN_FLIGHT, replies)
+    with contextlib.closing(Generator(server.vocab_size)) as made:
+        for asked, output_tokens, at_once in (
+            ([base] * NUM_WARM_UP, options.output_tokens, options.in_flight),
+            (targets if has_adapters else [], 1, _PASS_IN_FLIGHT),
+        ):
+            calls = (made.call(each, options.input_tokens, output_tokens) for each in asked)
+            await play(calls, partial(ask, replies), at_once=at_once)
     check_replies(replies)
     found = sum(resident["tier"] == "device" for resident in server.admin.engine()["residents"])
-    if found < len(names):
+    if has_adapters and found < len(targets):
         raise ManyloraError(
-            f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass over them. "
-            "Give it room, for example with --set memory.gib=8."
+            f"The control needs all {len(targets)} adapters on the device, but {found} are there after a pass over "
+            "them. Give it room, for example with --set memory.gib=8."
         )
 
 
 def _figures(repeats: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """What the turns of one span show, from those of each repeat."""
+    """Compute what the turns of one span show, from those of each repeat."""
     turns = list(itertools.chain(*repeats))
     states = sum((turn["states"] for turn in turns), Counter[str]())
     return {
@@ -269,15 +242,13 @@ def add_options(add: AddOption) -> None:
         default=100,
         help="adapters of the arm with a pool for half of them; 0 leaves the arm out",
     )
-    add("--in-flight", type=positive, default=32)
+    add_positive(add, in_flight=(32, ""))
     add("--seconds", type=float, default=90.0, help="of load of each server")
     add("--span-s", type=float, default=30.0, help="of a load's begin and of its end")
-    add("--repeats", type=positive, default=1)
-    add("--input-tokens", type=positive, default=32)
-    add("--output-tokens", type=positive, default=32)
+    add_positive(add, repeats=(1, ""), input_tokens=(32, ""), output_tokens=(32, ""))
     add(
         "--cache",
         type=Path,
         default=DEFAULT_CACHE,
-        help="folder where checkpoints and registered adapters are kept",
+        help="folder of the generated checkpoints",
     )

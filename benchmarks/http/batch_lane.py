@@ -1,4 +1,4 @@
-"""What does a batch cost interactive requests? The same load alone, and beside a batch.
+"""The cost of a batch for interactive requests: one load alone, and beside a batch.
 
     manylora bench batches [--lines 1000] [--requests 200 --rate 4] [--json result.json]
 
@@ -11,39 +11,41 @@ both, and how fast the batch ran. With `--set scheduler.itl_target_ms=...` the t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.serve import add_server_options, make_load, target
-from manylora.benchmarks.metrics import RequestRecord, summarise
-from manylora.benchmarks.report import AddOption, goal, positive
+from manylora.benchmarks.http.generator import Target
+from manylora.benchmarks.http.serve import add_server_options, chosen_targets, make_load
+from manylora.benchmarks.metrics import Reply, summarise
+from manylora.benchmarks.report import AddOption, add_positive, goal
 from manylora.client import Client
 from manylora.errors import ManyloraError
 
 PATH = "/v1/completions"
 LOOK_S = 0.2
 MAX_STEPS_MORE = 2
-"""How much later the first token may be beside a batch, in the steps that requests alone have."""
+"""Largest delay of the first token by a batch, in the steps that requests alone have."""
 _TARGET = "scheduler.itl_target_ms="
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load alone and beside a batch, sent to the server that the options describe."""
-    with target(options) as served, Client(served.url, served.key) as client:
-        load = make_load(options, len(served.models))
-        alone = uvloop.run(load.send(served, options.warmup))
-        batch_id = _start(client, options, served.models)
-        _until(client, batch_id, "in_progress", "completed")
-        beside = uvloop.run(load.send(served))
+    with chosen_targets(options) as targets, Client(targets[0].url, targets[0].key) as client:
+        load = make_load(options, len(targets))
+        alone = uvloop.run(load.send(targets, options.seed, options.warmup))
+        batch_id = start_batch(client, upload_lines(client, _bodies(options, targets)))
+        wait_for_batch(client, batch_id, "in_progress", "completed")
+        beside = uvloop.run(load.send(targets, options.seed))
         done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"][
             "completed"
         ]
-        ended = _until(client, batch_id, "completed")
+        ended = wait_for_batch(client, batch_id, "completed")
     counts, seconds = (
         ended["request_counts"],
         max(1, ended["finalizing_at"] - ended["in_progress_at"]),
@@ -61,31 +63,46 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _start(client: Client, options: argparse.Namespace, models: Sequence[str]) -> str:
-    rng = random.Random(options.seed)
-    lines = []
-    for number in range(options.lines):
-        prompt = [rng.randrange(5, options.vocab_size) for _ in range(options.line_prompt)]
-        body = {
-            "model": models[number % len(models)],
-            "prompt": prompt,
+def _bodies(options: argparse.Namespace, targets: Sequence[Target]) -> Iterator[dict[str, Any]]:
+    """Make the bodies of the lines."""
+    draw = random.Random(options.seed)
+    for _, target in zip(range(options.lines), itertools.cycle(targets), strict=False):
+        yield {
+            "model": target.model,
+            "prompt": [draw.randrange(5, options.vocab_size) for _ in range(options.line_prompt)],
             "max_tokens": options.line_tokens,
+            "ignore_eos": True,
         }
-        body["ignore_eos"] = True
-        lines.append(
-            json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body})
-        )
+
+
+def upload_lines(client: Client, bodies: Iterable[dict[str, Any]]) -> str:
+    """Upload a file of completions for a batch; returns its id."""
+    lines = (
+        json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body})
+        for number, body in enumerate(bodies)
+    )
     content = {"file": ("lines.jsonl", "\n".join(lines).encode())}
-    file = client.request("POST", "/v1/files", data={"purpose": "batch"}, files=content)
-    wanted = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
+    return str(client.request("POST", "/v1/files", data={"purpose": "batch"}, files=content)["id"])
+
+
+def start_batch(client: Client, file_id: str) -> str:
+    """Start a batch of the lines of a file; returns its id."""
+    wanted = {"input_file_id": file_id, "endpoint": PATH, "completion_window": "24h"}
     return str(client.request("POST", "/v1/batches", json=wanted)["id"])
 
 
-def _until(client: Client, batch_id: str, *statuses: str) -> dict[str, Any]:
+def wait_for_batch(
+    client: Client, batch_id: str, *statuses: str, look_s: float = LOOK_S
+) -> dict[str, Any]:
+    """Wait until a batch has one of these statuses; returns the batch.
+
+    Raises:
+        ManyloraError: The batch ended in another way.
+    """
     while (batch := client.request("GET", f"/v1/batches/{batch_id}"))["status"] not in statuses:
         if batch["status"] in ("failed", "expired", "cancelled"):
             raise ManyloraError(f"the batch ended as {batch['status']}: {batch['errors']}")
-        time.sleep(LOOK_S)
+        time.sleep(look_s)
     return batch
 
 
@@ -104,10 +121,10 @@ def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[
     ]
 
 
-def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
-    found = summarise(records)
-    if found["errors"] == len(records):
-        raise ManyloraError(f"no interactive request succeeded: {records[0].error}")
+def _figures(replies: Sequence[Reply]) -> dict[str, float]:
+    found = summarise(replies)
+    if found["errors"] == len(replies):
+        raise ManyloraError(f"no interactive request succeeded: {replies[0].error}")
     times = {
         f"{kind}_{at}_ms": found[f"{kind}_ms"][at]
         for kind in ("ttft", "tpot")
@@ -120,6 +137,9 @@ def add_options(add: AddOption) -> None:
     """Add its options."""
     add_server_options(add, requests=200, concurrency=8)
     add("--warmup", type=int, default=16, help="requests sent before, not measured")
-    add("--lines", type=positive, default=1000, help="requests of the batch")
-    add("--line-prompt", type=positive, default=64, help="prompt tokens of a line")
-    add("--line-tokens", type=positive, default=64, help="output tokens of a line")
+    add_positive(
+        add,
+        lines=(1000, "requests of the batch"),
+        line_prompt=(64, "prompt tokens of a line"),
+        line_tokens=(64, "output tokens of a line"),
+    )

@@ -1,4 +1,4 @@
-"""How does Manylora compare with another OpenAI-compatible server under the same load, in turns on the same machine?
+"""Manylora beside another OpenAI-compatible server under the same load, in turns on the same machine.
 
     manylora bench compare --peer http://127.0.0.1:8001/v1 --peer-models base,l0,l1 [--peer-name vLLM] [serve options]
 
@@ -11,23 +11,15 @@ arguments make no sense.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.own_server import Served
-from manylora.benchmarks.http.serve import add_server_options, make_load, target
+from manylora.benchmarks.http.generator import Target
+from manylora.benchmarks.http.serve import add_server_options, chosen_targets, make_load
 from manylora.benchmarks.metrics import summarise
-from manylora.benchmarks.report import AddOption, positive, ratios, spread, take_turns
+from manylora.benchmarks.report import AddOption, add_positive, ratios, spreads, take_turns
 from manylora.errors import ConfigError, ManyloraError
-
-FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "output tokens/s": lambda summary: summary["output_tokens_per_s"],
-    "TTFT p50 ms": lambda summary: summary["ttft_ms"]["p50"],
-    "TPOT p50 ms": lambda summary: summary["tpot_ms"]["p50"],
-}
-"""What is compared, from a summary of a run."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -37,61 +29,73 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: The options contradict each other.
         ManyloraError: A request of the round that is not counted failed.
     """
-    with target(options) as served:
-        contenders, load = make_contenders(options, served), make_load(options, len(served.models))
+    with chosen_targets(options) as targets:
+        contenders = make_contenders(options, targets)
+        load = make_load(options, len(targets))
 
         def run(name: str, round_: int) -> dict[str, Any]:
             # Other prompts in each round: a repeated one measures prefix caches.
-            records = uvloop.run(load.with_seed(options.seed + round_).send(contenders[name]))
-            failed = next((record.error for record in records if record.error), None)
+            replies = uvloop.run(load.send(contenders[name], options.seed + round_))
+            failed = next((reply.error for reply in replies if reply.error), None)
             if not round_ and failed:
                 raise ManyloraError(f"{name} does not answer as asked: {failed}")
-            return summarise(records)
+            return summarise(replies)
 
         return make_result(take_turns(contenders, options.repeats, run))
 
 
-def make_contenders(options: argparse.Namespace, served: Served) -> dict[str, Served]:
-    """Manylora and its peer, by name.
+def make_contenders(options: argparse.Namespace, ours: list[Target]) -> dict[str, list[Target]]:
+    """Name the targets of Manylora and of its peer.
 
     Raises:
         ConfigError: Their models are not equally many, or both have one name.
     """
-    ours, theirs = served.models, [name for name in options.peer_models.split(",") if name]
+    theirs = [
+        Target(options.peer, options.peer_key, name)
+        for name in options.peer_models.split(",")
+        if name
+    ]
     if len(ours) != len(theirs):
+        names = ", ".join(target.model for target in ours)
         raise ConfigError(
-            f"--peer-models names {len(theirs)} models, Manylora has {len(ours)} ({', '.join(ours)}): name as many, in "
-            "the same order",
+            f"--peer-models names {len(theirs)} models, Manylora has {len(ours)} ({names}): name as many, in the same "
+            "order",
             param="peer_models",
         )
     if options.peer_name == "Manylora":
         raise ConfigError("--peer-name must not be Manylora", param="peer_name")
-    return {"Manylora": served, options.peer_name: Served(options.peer, options.peer_key, theirs)}
+    return {"Manylora": ours, options.peer_name: theirs}
 
 
 def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Spreads of each, and ratios of Manylora over the peer within rounds."""
-    figures = {
-        name: {figure: spread([read(run) for run in each]) for figure, read in FIGURES.items()}
-        for name, each in runs.items()
-    }
+    figures = spreads({name: [_compared(run) for run in each] for name, each in runs.items()})
     ours, theirs = figures.values()
     errors = {name: sum(run["errors"] for run in each) for name, each in runs.items()}
     return {
         "figures": figures,
         "ratios": {
-            figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in FIGURES
+            figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in ours
         },
         "errors": {name: {"errors": count} for name, count in errors.items()},
         "table": [
             {"": figure, **{name: each[figure]["median"] for name, each in figures.items()}}
-            for figure in FIGURES
+            for figure in ours
         ],
         "failures": [
             f"{name}: {count} requests failed or were answered wrongly"
             for name, count in errors.items()
             if count
         ],
+    }
+
+
+def _compared(summary: dict[str, Any]) -> dict[str, float]:
+    """Pick what is compared from a summary of a run."""
+    return {
+        "output tokens/s": summary["output_tokens_per_s"],
+        "TTFT p50 ms": summary["ttft_ms"]["p50"],
+        "TPOT p50 ms": summary["tpot_ms"]["p50"],
     }
 
 
@@ -106,5 +110,5 @@ def add_options(add: AddOption) -> None:
     add("--peer-key", default="", help="its API key")
     add("--peer-name", default="peer", help="what to call it")
     add("--peer-about", default="", help="its version and how it was started, for the result")
-    add("--repeats", type=positive, default=3, help="rounds that count")
+    add_positive(add, repeats=(3, "rounds that count"))
     add_server_options(add)

@@ -1,4 +1,4 @@
-"""What does a gateway cost, in CPU time, memory, latency and throughput?
+"""The cost of a gateway, in CPU time, memory, latency and throughput.
 
     manylora bench gateway [--streams 64] [--tokens 900] [--repeats 3] [--json benchmarks/results/gateway-cpu.json]
 
@@ -11,39 +11,33 @@ the other. CPU time is that of whole processes, without the replicas' engines. P
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from manylora import demo
-from manylora.benchmarks.http.generator import (
-    Reply,
-    check_replies,
-    closed_loop,
-    open_loop,
-    tokens_per_s,
-)
+from manylora.benchmarks.http.generator import Load, Target, check_replies
 from manylora.benchmarks.http.own_server import BASE_NAME, TENANT, OwnServer, cluster
+from manylora.benchmarks.http.processes import Usage, usage
 from manylora.benchmarks.http.stepped_server import STEP_S
-from manylora.benchmarks.metrics import percentile
+from manylora.benchmarks.metrics import Reply, percentile, summarise, tokens_per_s
 from manylora.benchmarks.report import (
     AddOption,
+    add_positive,
     goal,
-    positive,
     ratios,
-    spread,
     spread_rows,
+    spreads,
     take_turns,
 )
+from manylora.benchmarks.workloads import TimedRequest
 
 STEPPED = "manylora.benchmarks.http.stepped_server"
 PROMPT_TOKENS = 8
 ARRIVE_S = 1.0
-"""All streams begin within this time."""
+"""Time within which the streams begin."""
 NUM_ALONE = 200
 """Requests for one token, one after the other, to each replica; as many in all through the gateway."""
 Servers = Sequence[OwnServer]
@@ -52,7 +46,8 @@ Servers = Sequence[OwnServer]
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The cost, in turns."""
     with stepped_cluster() as (replicas, gateways):
-        key, idle_mib = gateways[0].add_tenant(TENANT), _used(gateways[:1])[1]
+        key = gateways[0].add_tenant(TENANT)
+        idle_mib = _own_usage(gateways[0]).mib
 
         def run(name: str, _: int) -> dict[str, float]:
             return cost(
@@ -60,18 +55,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
 
         runs = take_turns(("direct", "gateway"), options.repeats, run)
-        alone = list[Reply]()
-        uvloop.run(
-            load([replicas[0], gateways[0], replicas[1], gateways[0]], key, 4 * NUM_ALONE, 1, alone)
-        )
+        turns = [replicas[0], gateways[0], replicas[1], gateways[0]]
+        alone = uvloop.run(load(turns, key, 4 * NUM_ALONE, 1))
     check_replies(alone)
     direct_ms, through_ms = (
         percentile([1e3 * each.ttft_s for each in alone[at::2]], 50) for at in (0, 1)
     )
-    found = {
-        name: {part: spread([run[part] for run in own]) for part in own[0]}
-        for name, own in runs.items()
-    }
+    found = spreads(runs)
     speed = ratios(*([run["tokens_per_s"] for run in runs[name]] for name in ("gateway", "direct")))
     return {
         "paths": found,
@@ -100,67 +90,60 @@ def stepped_cluster() -> AbstractContextManager[tuple[Servers, Servers]]:
     return cluster(demo.MODEL, ("memory.gib=0.0625", "model.threads=1"), 2, STEPPED)
 
 
-async def load(
-    servers: Servers, key: str, count: int, num_tokens: int, replies: list[Reply]
-) -> None:
+async def load(servers: Servers, key: str, count: int, num_tokens: int) -> list[Reply]:
     """Ask the servers in turn: for one token one request at a time, for more in streams side by side."""
-    made = [server.calls(key, 0) for server in servers]
-    calls = [
-        made[n % len(made)].make(BASE_NAME, PROMPT_TOKENS, num_tokens, n) for n in range(count)
+    plan = [
+        TimedRequest(number * ARRIVE_S / count, number % len(servers), PROMPT_TOKENS, num_tokens)
+        for number in range(count)
     ]
-    if num_tokens == 1:
-        await closed_loop(iter(calls), 1, replies)
-    else:
-        await open_loop(calls, [n * ARRIVE_S / count for n in range(count)], replies)
-    for each in made:
-        each.client.close()
+    in_flight = 1 if num_tokens == 1 else None
+    targets = [Target(server.url, key, BASE_NAME) for server in servers]
+    return await Load(plan, in_flight=in_flight).send(targets)
 
 
 def cost(
     asked: Servers, gateways: Servers, replicas: Servers, key: str, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Figures of one run.
+    """Measure one run.
 
     Raises:
         ManyloraError: A request failed.
     """
-    replies: list[Reply] = []
-    before = _used(gateways), _used(replicas)
-    uvloop.run(load(asked, key, options.streams, options.tokens, replies))
-    after = _used(gateways), _used(replicas)
+    before = cpu_s(gateways), cpu_s(replicas)
+    replies = uvloop.run(load(asked, key, options.streams, options.tokens))
+    after = cpu_s(gateways), cpu_s(replicas)
     check_replies(replies)
     num_tokens, start_s = options.streams * options.tokens, replies[0].due_s
     gateway_us, replicas_us = (
-        1e6 * (end[0] - begin[0]) / num_tokens for begin, end in zip(before, after, strict=True)
+        1e6 * (end_s - begin_s) / num_tokens for begin_s, end_s in zip(before, after, strict=True)
     )
+    found = summarise(replies)
+    end_s = start_s + options.tokens * STEP_S
     return {
-        "ttft_p50_ms": percentile([1e3 * reply.ttft_s for reply in replies], 50),
-        "ttft_p99_ms": percentile([1e3 * reply.ttft_s for reply in replies], 99),
-        "itl_p99_ms": percentile([1e3 * gap for reply in replies for gap in reply.gaps_s], 99),
-        "tokens_per_s": tokens_per_s(
-            replies, start_s + ARRIVE_S, start_s + options.tokens * STEP_S
-        ),
+        "ttft_p50_ms": found["ttft_ms"]["p50"],
+        "ttft_p99_ms": found["ttft_ms"]["p99"],
+        "itl_p99_ms": found["itl_ms"]["p99"],
+        "tokens_per_s": tokens_per_s(replies, start_s + ARRIVE_S, end_s),
         "gateway_cpu_us": gateway_us,
         "replicas_cpu_us": replicas_us,
-        "gateway_mib": after[0][1],
+        "gateway_mib": _own_usage(gateways[0]).mib,
     }
 
 
-def _used(servers: Servers) -> tuple[float, float]:
-    """CPU seconds that the servers' processes have taken, and the MiB of memory that they hold."""
-    fields = [
-        Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
-        for server in servers
-    ]
-    ticks, pages = (
-        sum(int(each[11]) + int(each[12]) for each in fields),
-        sum(int(each[21]) for each in fields),
-    )
-    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+def cpu_s(servers: Servers) -> float:
+    """CPU seconds that the servers' own processes have taken."""
+    return sum(_own_usage(server).cpu_s for server in servers)
+
+
+def _own_usage(server: OwnServer) -> Usage:
+    return usage(server.pid, has_children=False)
 
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
-    add("--streams", type=positive, default=64, help="at once")
-    add("--tokens", type=positive, default=900, help="of each stream; 100 come in a second")
-    add("--repeats", type=positive, default=3)
+    add_positive(
+        add,
+        streams=(64, "at once"),
+        tokens=(900, "of each stream; 100 come in a second"),
+        repeats=(3, ""),
+    )

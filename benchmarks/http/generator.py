@@ -1,66 +1,43 @@
-"""Sends requests to an OpenAI-compatible server and records what comes back.
+"""Writes requests for an OpenAI-compatible server, sends them, and records what comes back.
 
-Closed loop: a fixed number of requests in flight. Open loop: requests start when they are due, however slow the server.
 Every answer is checked for its end, its usage and its token counts; a wrong one is an error, never a sample.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import orjson
 
 from manylora.benchmarks.http.http_stream import EventClient, HttpStatusError
-from manylora.benchmarks.metrics import RequestRecord
+from manylora.benchmarks.http.runner import play
+from manylora.benchmarks.metrics import Reply
+from manylora.benchmarks.workloads import TimedRequest
 from manylora.errors import ManyloraError
 
-_TICK_S = 0.005
 TIMEOUT_S = 600.0
 """Longest wait for a whole answer."""
 REFUSED_PAUSE_S = 0.25
-"""Pause of a closed loop after a refusal."""
-PATH = "/completions"
-"""Below the base URL."""
+"""Pause of a client after a refusal."""
 _LOWEST_PROMPT_ID = 16
 """Ids below are often special tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSettings:
-    """How requests are written."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model of a server, as one tenant asks it."""
 
-    vocab_size: int = 512
-    """Prompt ids are drawn below this."""
-    seed: int = 0
-
-
-@dataclass(slots=True)
-class Reply(RequestRecord):
-    """The answer to one request, with its times."""
-
-    sent_s: float = math.nan
-    head_s: float = math.nan
-    """When status and headers were there."""
-    status: int = 0
-    """0 when no answer came."""
-    headers: dict[bytes, bytes] = field(default_factory=dict)
-
-    @property
-    def is_refused(self) -> bool:
-        """The server refused the request for now (429 or 503)."""
-        return self.status in (429, 503)
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """Retry-After in seconds; None without one."""
-        told = self.headers.get(b"retry-after", b"")
-        return float(told) if told.isdigit() else None
+    url: str
+    """With /v1."""
+    key: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +46,33 @@ class Call:
 
     client: EventClient
     model: str
-    prompt_tokens: int
-    output_tokens: int
     body: bytes
+    prompt_tokens: int | None = None
+    """Tokens that the server should count; None if this is not known. The next field is like it."""
+    output_tokens: int | None = None
+    path: str = "/completions"
+    """Below the base URL."""
 
-    async def send(self, reply: Reply) -> None:
-        """Send the request and fill in `reply`, with `error`. The connection is closed if this is cancelled."""
+    async def send(self, replies: list[Reply], due_s: float) -> Reply:
+        """Send the request and record what comes; the connection is closed if this is cancelled.
+
+        Args:
+            replies: Get the reply from the moment when the request is sent.
+            due_s: When the request was due.
+
+        Returns:
+            The reply, with `error`.
+        """
+        reply = Reply(self.model, due_s, sent_s=time.perf_counter())
+        replies.append(reply)
         answer = _Answer(reply)
 
         def note_head(status: int, headers: dict[bytes, bytes]) -> None:
             reply.status, reply.headers, reply.head_s = status, headers, time.perf_counter()
 
-        reply.sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self.client.post(PATH, self.body, answer.take, note_head)
+                await self.client.post(self.path, self.body, answer.take, note_head)
             reply.error = reply.error or answer.fault(self)
         except TimeoutError:
             reply.error = f"no answer within {TIMEOUT_S:g} s"
@@ -91,64 +80,97 @@ class Call:
             reply.error = f"{type(error).__name__}: {error}"
         finally:
             reply.done_s = time.perf_counter()
+        return reply
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """Makes requests of one key; a prompt depends on the seed and the request's index only."""
+class Generator:
+    """Makes requests, and keeps the connections on which they are sent until it is closed.
 
-    client: EventClient
-    settings: LoadSettings
+    Args:
+        vocab_size: Prompt ids are drawn below this.
+        seed: Determines all prompts, by the order in which they are made.
+    """
 
-    def make(self, model: str, prompt_tokens: int, output_tokens: int, index: int) -> Call:
-        """A request."""
-        draw, vocab_size = random.Random(f"{self.settings.seed}/{index}"), self.settings.vocab_size
-        lowest = min(_LOWEST_PROMPT_ID, vocab_size - 1)
+    def __init__(self, vocab_size: int = 512, seed: int = 0) -> None:
+        self._ids = range(min(_LOWEST_PROMPT_ID, vocab_size - 1), vocab_size)
+        self._draw = random.Random(seed)
+        self._clients: dict[tuple[str, str], EventClient] = {}
+
+    def call(self, target: Target, prompt_tokens: int, output_tokens: int) -> Call:
+        """Make a streamed request for exactly this many tokens, with a prompt of its own."""
         body = {
-            "model": model,
-            "prompt": [draw.randrange(lowest, vocab_size) for _ in range(prompt_tokens)],
+            "model": target.model,
+            "prompt": self._draw.choices(self._ids, k=prompt_tokens),
             "max_tokens": output_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
-        return Call(self.client, model, prompt_tokens, output_tokens, orjson.dumps(body))
+        client = self.client(target)
+        return Call(client, target.model, orjson.dumps(body), prompt_tokens, output_tokens)
+
+    def client(self, target: Target) -> EventClient:
+        """The connections to a server with a key."""
+        at = (target.url, target.key)
+        if at not in self._clients:
+            self._clients[at] = EventClient(*at)
+        return self._clients[at]
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for client in self._clients.values():
+            client.close()
 
 
-async def open_loop(
-    calls: Sequence[Call], arrivals_s: Sequence[float], replies: list[Reply]
-) -> None:
-    """Send each request so many seconds after the start, and wait for all answers."""
-    start_s = time.perf_counter()
-
-    async def send_when_due(call: Call, arrival_s: float) -> None:
-        replies.append(reply := Reply(call.model, due_s=start_s + arrival_s))
-        await asyncio.sleep(max(0.0, reply.due_s - time.perf_counter()))
-        await call.send(reply)
-
-    await asyncio.gather(*map(send_when_due, calls, arrivals_s))
+async def ask(replies: list[Reply], call: Call, due_s: float) -> None:
+    """Send a request, and pause after a refusal."""
+    if (await call.send(replies, due_s)).is_refused:
+        await asyncio.sleep(REFUSED_PAUSE_S)
 
 
-async def closed_loop(
-    calls: Iterator[Call], in_flight: int, replies: list[Reply], *, until_s: float = math.inf
-) -> None:
-    """Keep requests in flight until there are no more, or until a time of `time.perf_counter`; wait for the last.
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests in order of arrival."""
 
-    Replies are in the list from the moment when their request is sent.
-    """
+    plan: Sequence[TimedRequest]
+    """`adapter` is the index of a target."""
+    vocab_size: int = 512
+    in_flight: int | None = None
+    """Requests in flight in a closed loop; None is an open loop."""
 
-    async def work() -> None:
-        for call in calls:
-            reply = Reply(call.model, due_s=time.perf_counter())
-            if reply.due_s >= until_s:
-                return
-            replies.append(reply)
-            await call.send(reply)
-            if reply.is_refused:
-                await asyncio.sleep(REFUSED_PAUSE_S)
+    async def send(
+        self, targets: Sequence[Target], seed: int = 0, num_warm_up: int = 0
+    ) -> list[Reply]:
+        """Send all requests and wait for all answers.
 
-    await asyncio.gather(*(work() for _ in range(in_flight)))
+        Args:
+            targets: Whom to ask.
+            seed: Determines the prompts.
+            num_warm_up: Requests sent before, all due at once, for each target at least one; 0 sends none.
+        """
+        each = list({request.adapter: request for request in self.plan}.values())
+        warm_up = [*each, *self.plan][: max(num_warm_up, len(each))] if num_warm_up else []
+        with contextlib.closing(Generator(self.vocab_size, seed)) as made:
+            await self._send(made, targets, [replace(request, arrival_s=0) for request in warm_up])
+            return await self._send(made, targets, self.plan)
+
+    async def _send(
+        self, made: Generator, targets: Sequence[Target], plan: Sequence[TimedRequest]
+    ) -> list[Reply]:
+        replies: list[Reply] = []
+        calls = [
+            made.call(targets[each.adapter], each.prompt_tokens, each.output_tokens)
+            for each in plan
+        ]
+        is_open = self.in_flight is None
+        await play(
+            calls,
+            partial(ask, replies),
+            at_once=len(calls) if self.in_flight is None else self.in_flight,
+            arrivals_s=[each.arrival_s for each in plan] if is_open else None,
+        )
+        return replies
 
 
 def check_replies(replies: Iterable[Reply]) -> None:
@@ -163,26 +185,11 @@ def check_replies(replies: Iterable[Reply]) -> None:
         raise ManyloraError(f"A request failed: {failed}")
 
 
-def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> float:
-    """Tokens that came within a span, per second of it."""
-    return sum(start_s <= at < end_s for reply in replies for at in reply.token_times_s) / (
-        end_s - start_s
-    )
-
-
-async def watch_delay(delays_s: list[float]) -> None:
-    """Every few milliseconds, note how late this event loop runs its timers. Never returns."""
-    while True:
-        due_s = time.perf_counter() + _TICK_S
-        await asyncio.sleep(_TICK_S)
-        delays_s.append(max(0.0, time.perf_counter() - due_s))
-
-
 class _Answer:
     """Reads the events of one stream."""
 
-    def __init__(self, record: RequestRecord) -> None:
-        self._record = record
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
         self._usage: dict[str, Any] | None = None
         self._finish_reason: str | None = None
         self._is_done = False
@@ -194,23 +201,25 @@ class _Answer:
             return
         event = orjson.loads(data)
         if "error" in event:
-            self._record.error = f"error event: {event['error']}"
+            self._reply.error = f"error event: {event['error']}"
             return
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices", ()):
-            self._record.token_times_s.append(now)
+            self._reply.token_times_s.append(now)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
     def fault(self, call: Call) -> str | None:
-        """What is wrong with the finished answer."""
+        """Say what is wrong with the finished answer."""
         if not self._is_done or self._finish_reason is None:
             return "the stream ended without finish_reason and [DONE]"
         if self._usage is None:
             return "no usage came, although stream_options asked for it"
-        self._record.prompt_tokens = int(self._usage["prompt_tokens"])
-        self._record.completion_tokens = int(self._usage["completion_tokens"])
-        if self._record.completion_tokens != call.output_tokens:
-            return f"usage says {self._record.completion_tokens} tokens came, {call.output_tokens} were asked for"
-        if self._record.prompt_tokens != call.prompt_tokens:
-            return f"usage says {self._record.prompt_tokens} prompt tokens, {call.prompt_tokens} were sent"
+        self._reply.prompt_tokens = int(self._usage["prompt_tokens"])
+        self._reply.completion_tokens = int(self._usage["completion_tokens"])
+        for asked, counted, name in (
+            (call.output_tokens, self._reply.completion_tokens, "tokens came"),
+            (call.prompt_tokens, self._reply.prompt_tokens, "prompt tokens came"),
+        ):
+            if asked is not None and counted != asked:
+                return f"usage says {counted} {name}, {asked} were asked for"
         return None

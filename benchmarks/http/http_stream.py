@@ -117,11 +117,11 @@ class _Connection(asyncio.Protocol):
     can_be_kept = False
     """The last answer came to its end, and the server takes another request."""
     status = 0
-    """Of the answer; 0 before its head is there."""
+    """Status of the answer; 0 before its head is there."""
     body = b""
-    """What has come of the answer; with status 200 only the line that has not ended."""
+    """Bytes of the answer so far; with status 200 only the line that has not ended."""
     _end: asyncio.Future[bool] | None = None
-    """Whether the connection can be used again, once the answer has ended."""
+    """True if the connection can be used again; set once the answer has ended."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)

@@ -1,8 +1,8 @@
-"""What do planning, processes and HTTP cost, beside the step that computes the tokens?
+"""The cost of planning, processes and HTTP, beside the step that computes the tokens.
 
     manylora bench overhead [--requests 32] [--repeats 3] [--json benchmarks/results/overhead-cpu.json]
 
-The 0.5B shape in bfloat16, so many base requests at once, in turns: in this process, where only the engine runs, and
+The 0.5B shape in bfloat16, base requests side by side, in turns: in this process, where only the engine runs, and
 over HTTP as streams, from a server with a process of its own. The time between two tokens of a stream, less what the
 engine alone computes in a step, is what all the rest costs; this client's share of the cores is part of it. Prints a
 table and, last, one JSON line.
@@ -21,14 +21,13 @@ import uvloop
 from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.engine.part_clock import PartClock
 from manylora.benchmarks.engine.step import PROMPT_TOKENS, Case, step_engine, timed_steps
-from manylora.benchmarks.http.generator import LoadSettings
-from manylora.benchmarks.http.own_server import Served, own_server
-from manylora.benchmarks.http.serve import Load
+from manylora.benchmarks.http.generator import Load, Target
+from manylora.benchmarks.http.own_server import own_server
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
 from manylora.benchmarks.report import (
     DEFAULT_CACHE,
     AddOption,
-    positive,
+    add_positive,
     spread,
     spread_rows,
     take_turns,
@@ -53,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     base, _ = make_checkpoints(options.cache)
     with (
-        own_server(str(base), [], server_settings(options.requests)) as served,
+        own_server(str(base), [], server_settings(options.requests)) as targets,
         step_engine(base, threads=0, max_rows=options.requests) as engine,
     ):
 
@@ -61,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             return (
                 in_process(engine, options)
                 if name == "engine"
-                else over_http(served, options, round_)
+                else over_http(targets, options, round_)
             )
 
         return make_result(take_turns(("engine", "server"), options.repeats, run))
@@ -90,11 +89,12 @@ def in_process(engine: OwnEngine, options: argparse.Namespace) -> dict[str, floa
     }
 
 
-def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[str, float]:
+def over_http(
+    targets: Sequence[Target], options: argparse.Namespace, seed: int
+) -> dict[str, float]:
     """Median seconds between two tokens of a stream."""
     plan = [TimedRequest(0.0, 0, PROMPT_TOKENS, options.output_tokens)] * options.requests
-    load = Load(plan, LoadSettings(vocab_size=VOCAB_SIZE, seed=seed), options.requests)
-    replies = uvloop.run(load.send(served))
+    replies = uvloop.run(Load(plan, VOCAB_SIZE, options.requests).send(targets, seed))
     if failed := next((reply.error for reply in replies if reply.error), None):
         raise ManyloraError(f"a request over HTTP failed: {failed}")
     return {"gap over HTTP": statistics.median(gap for reply in replies for gap in reply.gaps_s)}
@@ -125,7 +125,5 @@ def make_result(runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
-    add("--requests", type=positive, default=32, help="at once")
-    add("--output-tokens", type=positive, default=64)
-    add("--repeats", type=positive, default=3)
+    add_positive(add, requests=(32, "at once"), output_tokens=(64, ""), repeats=(3, ""))
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")

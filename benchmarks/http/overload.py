@@ -1,4 +1,4 @@
-"""How much does a server still answer when far more requests come than it can answer?
+"""Answers of a server to which far more requests come than it can answer.
 
     manylora bench overload [--factors 1,1.6,20] [--seconds 60] [--json benchmarks/results/overload-cpu.json]
 
@@ -12,9 +12,8 @@ tenant stays far below its share.
     impatient  all others; do not try again
 
 All honest clients together ask for at most 30% of the capacity: no server could answer them all if they asked for more
-than it has. After some refusals, probes are sent at fractions of Retry-After until one is admitted: this shows whether
-Retry-After was true. Goodput counts the tokens of answers within the objectives; the first sixth of the time, in which
-the server fills up, does not count. Prints tables and, last, one JSON line.
+than it has. Goodput counts the tokens of answers within the objectives; the first sixth of the time, in which the
+server fills up, does not count. Prints tables and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -31,22 +30,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.generator import (
-    Call,
-    Calls,
-    Reply,
-    check_replies,
-    closed_loop,
-    tokens_per_s,
-    watch_delay,
-)
+from manylora.benchmarks.http.generator import Call, Generator, Target, ask, check_replies
 from manylora.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
-from manylora.benchmarks.metrics import distribution
-from manylora.benchmarks.report import AddOption, goal, positive
+from manylora.benchmarks.http.runner import play, sleep_until, watch_delay
+from manylora.benchmarks.metrics import Reply, distribution, tokens_per_s
+from manylora.benchmarks.report import AddOption, add_positive, goal
 from manylora.benchmarks.workloads import poisson_arrivals
 
 SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -59,14 +52,10 @@ HAMMERING_SHARE = 0.1
 """Share of the demand."""
 HONEST_SHARE = 0.3
 """Share of the capacity, at most."""
-PROBE_AT = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
-"""When probes are sent, as multiples of Retry-After."""
 NORMAL_RATIO = 2.0
 """The server is normal again when three quiet TTFTs in a row are within this multiple of the quiet TTFT at capacity.
 After the last arrival, running answers and clients that come back after their Retry-After still fill it."""
 _POLL_S = 0.1
-_TIMER_S = 0.001
-"""A timer may fire so much too early."""
 _FILLED = 1 / 6
 
 
@@ -86,13 +75,10 @@ class Phase:
 
     visits: list[Visit]
     start_s: float = 0.0
-    truths: list[tuple[float, float | None]] = field(default_factory=list)
-    """Retry-After of a refused request, and after how many seconds a probe was admitted; None if none was."""
-    next_probe_s: float = 0.0
     delays_s: list[float] = field(default_factory=list)
-    """Of the clients' event loop."""
+    """Lateness of the clients' event loop."""
     normal_after_s: float = math.nan
-    """From the last arrival; NaN: not within the time given."""
+    """Seconds from the last arrival; NaN: not within the time given."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -102,14 +88,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
-    with contextlib.ExitStack() as clients:
+    with contextlib.ExitStack() as stack:
         calls = {}
         for place, name in enumerate((*SHARES, QUIET)):
             key = server.add_tenant(name)
-            own_adapter = server.upload_copies(key, options.adapters, 1, first=place)
-            made = server.calls(key, seed=len(SHARES) * options.seed + place)
-            clients.enter_context(contextlib.closing(made.client))
-            calls[name] = vary_lengths(made, own_adapter[0], options, place)
+            names = server.upload_copies(key, options.adapters, 1, first=place)
+            made = Generator(server.vocab_size, seed=len(SHARES) * options.seed + place)
+            stack.enter_context(contextlib.closing(made))
+            calls[name] = vary_lengths(made, server.targets(key, names)[0], options, place)
         capacity, busy_s = await measure_capacity(options, calls)
         print(
             f"capacity {capacity:.1f} requests/s, quiet TTFT beside it {1e3 * busy_s:.1f} ms",
@@ -121,24 +107,29 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
             await carry_out(options, phase, calls[QUIET], NORMAL_RATIO * busy_s)
             phases.append(phase_result(options, phase, capacity, factor))
             server.wait_idle()
-    goals = make_goals(max(phases, key=lambda each: float(each["times"])))
-    facts = {"capacity_requests_per_s": capacity, "quiet_ttft_at_capacity_ms": 1e3 * busy_s}
-    return {**facts, "phases": phases, "table": [_row(phase) for phase in phases], "goals": goals}
+    return {
+        "capacity_requests_per_s": capacity,
+        "quiet_ttft_at_capacity_ms": 1e3 * busy_s,
+        "phases": phases,
+        "table": [_row(phase) for phase in phases],
+        "goals": make_goals(max(phases, key=lambda phase: float(phase["times"]))),
+    }
 
 
-def vary_lengths(made: Calls, model: str, options: argparse.Namespace, seed: int) -> Iterator[Call]:
-    """Endless requests with answers of a half to three halves of --output-tokens."""
+def vary_lengths(
+    made: Generator, target: Target, options: argparse.Namespace, seed: int
+) -> Iterator[Call]:
+    """Make endless requests with answers of a half to three halves of --output-tokens."""
     draw, length = random.Random(seed), options.output_tokens
-    for index in itertools.count():
-        yield made.make(
-            model, options.input_tokens, draw.randint(length // 2, 3 * length // 2), index
-        )
+    while True:
+        output_tokens = draw.randint(length // 2, 3 * length // 2)
+        yield made.call(target, options.input_tokens, output_tokens)
 
 
 async def measure_capacity(
     options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]
 ) -> tuple[float, float]:
-    """Capacity, by a closed loop of the tenants in their shares with the quiet tenant beside it.
+    """Measure the capacity by a closed loop of the tenants in their shares, with the quiet tenant beside it.
 
     Returns:
         Requests per second while it is full, and the median TTFT of the quiet tenant in seconds.
@@ -151,8 +142,10 @@ async def measure_capacity(
     quiet: list[Reply] = []
     start_s = time.perf_counter() + options.capacity_seconds / 3
     end_s = start_s + options.capacity_seconds
-    loads = ((mixed, options.in_flight, replies), (calls[QUIET], 1, quiet))
-    await asyncio.gather(*(closed_loop(*each, until_s=end_s) for each in loads))
+    await asyncio.gather(
+        play(mixed, partial(ask, replies), at_once=options.in_flight, until_s=end_s),
+        play(calls[QUIET], partial(ask, quiet), at_once=1, until_s=end_s),
+    )
     check_replies(replies + quiet)
     capacity = tokens_per_s(replies + quiet, start_s, end_s) / float(options.output_tokens)
     return capacity, statistics.median(reply.ttft_s for reply in quiet[len(quiet) // 4 :])
@@ -161,7 +154,7 @@ async def measure_capacity(
 def plan_visits(
     options: argparse.Namespace, calls: Mapping[str, Iterator[Call]], capacity: float, factor: float
 ) -> list[Visit]:
-    """All clients by the time at which they come."""
+    """Plan all clients by the time at which they come."""
     draw = random.Random(options.seed)
     honest = HONEST_SHARE / max(1.0, factor)
     weights = [1 - HAMMERING_SHARE - honest, HAMMERING_SHARE, honest]
@@ -180,56 +173,42 @@ async def carry_out(
     options: argparse.Namespace, phase: Phase, quiet: Iterator[Call], normal_s: float
 ) -> None:
     """Send every client when it is due; then wait for a normal quiet TTFT, and for the clients that still try."""
-    watch = asyncio.create_task(watch_delay(phase.delays_s))
     phase.start_s = time.perf_counter()
     end_s = phase.start_s + options.seconds
-    clients = []
-    for visit in phase.visits:
-        await _sleep_until(phase.start_s + visit.arrival_s)
-        clients.append(asyncio.create_task(_visit(options, phase, visit)))
-    await _sleep_until(end_s)
+    clients = asyncio.create_task(
+        play(
+            phase.visits,
+            _visit,
+            at_once=len(phase.visits),
+            arrivals_s=[visit.arrival_s for visit in phase.visits],
+        )
+    )
+    watch = asyncio.create_task(watch_delay(phase.delays_s))
+    await sleep_until(end_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(options.settle_s):
             phase.normal_after_s = await _until_normal(quiet, normal_s) - end_s
-            await asyncio.gather(*clients)
-    for task in (watch, *clients):
+            await clients
+    for task in (watch, clients):
         task.cancel()
-    await asyncio.wait([watch, *clients])
+    await asyncio.wait([watch, clients])
 
 
-async def _visit(options: argparse.Namespace, phase: Phase, visit: Visit) -> None:
-    due_s = phase.start_s + visit.arrival_s
+async def _visit(visit: Visit, due_s: float) -> None:
     for _ in range(TRIES[visit.kind]):
-        visit.tries.append(reply := Reply(visit.call.model, due_s=due_s))
-        await visit.call.send(reply)
+        reply = await visit.call.send(visit.tries, due_s)
         if not reply.is_refused:
             return
         if visit.kind == "honest":
             await asyncio.sleep(reply.retry_after_s or 1.0)
         due_s = time.perf_counter()
-    if visit.kind == "impatient" and reply.retry_after_s and due_s >= phase.next_probe_s:
-        phase.next_probe_s = due_s + options.seconds / options.probes
-        phase.truths.append((reply.retry_after_s, await _probe(visit.call, reply.retry_after_s)))
-
-
-async def _probe(call: Call, told_s: float) -> float | None:
-    """Come at parts of Retry-After until a request is admitted; returns the seconds until then."""
-    start_s = time.perf_counter()
-    for part in PROBE_AT:
-        await _sleep_until(start_s + part * told_s)
-        reply = Reply(call.model, due_s=time.perf_counter())
-        await call.send(reply)
-        if reply.status == 200:
-            return reply.due_s - start_s
-    return None
 
 
 async def _until_normal(quiet: Iterator[Call], normal_s: float) -> float:
-    """Since when a quiet TTFT is normal, once it was so three times in a row."""
+    """Wait for three normal quiet TTFTs in a row; returns the time since which they are normal."""
     since_s, in_row = time.perf_counter(), 0
     while in_row < 3:
-        reply = Reply(QUIET, due_s=time.perf_counter())
-        await next(quiet).send(reply)
+        reply = await next(quiet).send([], time.perf_counter())
         in_row += 1
         if not reply.ttft_s <= normal_s:
             since_s, in_row = time.perf_counter(), 0
@@ -240,74 +219,57 @@ async def _until_normal(quiet: Iterator[Call], normal_s: float) -> float:
 def phase_result(
     options: argparse.Namespace, phase: Phase, capacity: float, factor: float
 ) -> dict[str, Any]:
-    """What one phase came to; the time of a refusal counts from its sending."""
-    filled_s, end_s = phase.start_s + _FILLED * options.seconds, phase.start_s + options.seconds
-    replies = [reply for visit in phase.visits for reply in visit.tries]
+    """Compute the figures of one phase; the time of a refusal counts from its sending."""
+    visits, end_s = phase.visits, phase.start_s + options.seconds
+    replies = [reply for visit in visits for reply in visit.tries]
     good = [reply for reply in replies if _is_good(options, reply)]
     refused = [reply for reply in replies if reply.is_refused]
-    told_s = [reply.retry_after_s for reply in refused if reply.retry_after_s is not None]
-    quiet = [reply for visit in phase.visits if visit.kind == QUIET for reply in visit.tries]
+    quiet = [reply for visit in visits if visit.kind == QUIET for reply in visit.tries]
+    second = [visit.tries[1] for visit in visits if visit.kind == "honest" and visit.tries[1:]]
+    goodput = tokens_per_s(good, phase.start_s + _FILLED * options.seconds, end_s)
     return {
         "times": factor,
-        "offered_per_s": len(phase.visits) / options.seconds,
         "sent_per_s": len(replies) / options.seconds,
-        "goodput": tokens_per_s(good, filled_s, end_s) / (capacity * options.output_tokens),
+        "goodput": goodput / (capacity * options.output_tokens),
         "statuses": dict(
             Counter(str(reply.status or reply.error or "cut at the end") for reply in replies)
         ),
         "ttft_ms": distribution([reply.ttft_s for reply in replies], 1e3),
         "quiet_ttft_ms": distribution([reply.ttft_s for reply in quiet], 1e3),
         "refusal_ms": distribution([reply.head_s - reply.sent_s for reply in refused], 1e3),
-        "with_retry_after": len(told_s) / len(refused) if refused else math.nan,
-        "retry_after_s": distribution(told_s),
-        "probes": [{"told_s": told, "admitted_after_s": after} for told, after in phase.truths],
-        "true_within_twice": _mean([is_true(*truth) for truth in phase.truths]),
+        "with_retry_after": _mean([reply.retry_after_s is not None for reply in refused]),
+        "admitted_at_retry_after": _mean([reply.status == 200 for reply in second]),
         "served": {
-            kind: _mean([_is_served(v) for v in phase.visits if v.kind == kind]) for kind in TRIES
+            kind: _mean([_is_served(visit) for visit in visits if visit.kind == kind])
+            for kind in TRIES
         },
         "normal_after_s": phase.normal_after_s,
         "client_delay_ms": distribution(phase.delays_s, 1e3),
     }
 
 
-def is_true(told_s: float, after_s: float | None) -> bool:
-    """Whether a Retry-After was right within a factor of two, or within the second that is its unit."""
-    if after_s is None or after_s > 2.1 * told_s:  # probes come a little later than planned
-        return False
-    return after_s >= told_s / 2 or told_s - after_s <= 1
-
-
 def make_goals(phase: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of the hardest phase."""
+    """Make the goals of the hardest phase."""
+    rate = phase["sent_per_s"]
     at = f"{phase['times']:g} times"
-    refusal = f"refusals p99, ms, at {phase['sent_per_s']:.0f} requests/s"
-    return [
-        goal(f"{at}: goodput over capacity", phase["goodput"], 0.9, is_least=True),
-        goal(
-            f"{at}: {refusal}",
+    most = [
+        (
+            f"refusals p99, ms, at {rate:.0f} requests/s",
             phase["refusal_ms"]["p99"],
-            50.0 if phase["sent_per_s"] <= 100 else 150.0,
+            50.0 if rate <= 100 else 150.0,
         ),
-        goal(
-            f"{at}: share of refusals with Retry-After",
-            phase["with_retry_after"],
-            1.0,
-            is_least=True,
-        ),
-        goal(
-            f"{at}: share of Retry-After true within twice",
-            phase["true_within_twice"],
-            0.95,
-            is_least=True,
-        ),
-        goal(
-            f"{at}: honest clients served within 3 tries",
-            phase["served"]["honest"],
-            0.99,
-            is_least=True,
-        ),
-        goal(f"{at}: quiet tenant served", phase["served"][QUIET], 1.0, is_least=True),
-        goal(f"{at}: normal again after, s", phase["normal_after_s"], 5.0),
+        ("normal again after, s", phase["normal_after_s"], 5.0),
+    ]
+    least = [
+        ("goodput over capacity", phase["goodput"], 0.9),
+        ("share of refusals with Retry-After", phase["with_retry_after"], 1.0),
+        ("honest clients admitted at Retry-After", phase["admitted_at_retry_after"], 0.95),
+        ("honest clients served within 3 tries", phase["served"]["honest"], 0.99),
+        ("quiet tenant served", phase["served"][QUIET], 1.0),
+    ]
+    return [
+        *(goal(f"{at}: {name}", figure, limit, is_least=True) for name, figure, limit in least),
+        *(goal(f"{at}: {name}", figure, limit) for name, figure, limit in most),
     ]
 
 
@@ -323,7 +285,7 @@ def _row(phase: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_good(options: argparse.Namespace, reply: Reply) -> bool:
-    """Whether an answer is within both objectives; one token has no time per token to miss."""
+    """Say if an answer is within both objectives; one token has no time per token to miss."""
     is_soon = reply.ttft_s <= options.ttft_s and not 1e3 * reply.tpot_s > options.tpot_ms
     return is_soon and reply.completion_tokens > 0 and reply.error is None
 
@@ -338,10 +300,6 @@ def _is_served(visit: Visit) -> bool:
 
 def _mean(values: Sequence[bool]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-async def _sleep_until(time_s: float) -> None:
-    await asyncio.sleep(max(0.0, time_s - time.perf_counter() + _TIMER_S))
 
 
 def _factors(text: str) -> list[float]:
@@ -359,17 +317,14 @@ def add_options(add: AddOption) -> None:
     )
     add("--seconds", type=float, default=60.0, help="of each")
     add("--capacity-seconds", type=float, default=60.0, help="of the load that measures it")
-    add(
-        "--in-flight",
-        type=positive,
-        default=96,
-        help="requests of the closed loop that measures the capacity",
+    add_positive(
+        add,
+        in_flight=(96, "requests of the closed loop that measures the capacity"),
+        input_tokens=(32, ""),
+        output_tokens=(96, ""),
     )
-    add("--input-tokens", type=positive, default=32)
-    add("--output-tokens", type=positive, default=96)
     add("--ttft-s", type=float, default=10.0, help="objective: time to the first token")
     add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
-    add("--probes", type=positive, default=40, help="refused requests to test the Retry-After of")
     add(
         "--settle-s",
         type=float,

@@ -8,16 +8,15 @@ import secrets
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manylora import demo
-from manylora.benchmarks.http.generator import Calls, LoadSettings
-from manylora.benchmarks.http.http_stream import EventClient
-from manylora.benchmarks.report import AddOption
+from manylora.benchmarks.http.generator import Target
+from manylora.benchmarks.report import AddOption, add_settings_option
 from manylora.client import Client
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
@@ -45,7 +44,7 @@ class OwnServer:
     """The model and the memory, as the engine reported them when it was ready."""
     pid: int
     other_url: str | None = None
-    """Of a second gateway, where there are several servers."""
+    """URL of a second gateway, where there are several servers."""
 
     @property
     def url(self) -> str:
@@ -61,12 +60,14 @@ class OwnServer:
         self.admin.create_tenant(name, UNLIMITED)
         return str(self.admin.create_key(name)["key"])
 
-    def calls(self, key: str, seed: int, url: str | None = None) -> Calls:
-        """Make requests with this key, through another gateway if `url` names it; `seed` determines their prompts."""
-        return Calls(
-            EventClient(url or self.url, key),
-            LoadSettings(vocab_size=self.ready["vocab_size"], seed=seed),
-        )
+    def targets(self, key: str, models: Iterable[str]) -> list[Target]:
+        """Name models of this server for a generator."""
+        return [Target(self.url, key, model) for model in models]
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model are below this."""
+        return int(self.ready["vocab_size"])
 
     def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
         """Upload copies of adapters that differ in their last weights, several at a time; returns their names.
@@ -112,17 +113,6 @@ class OwnServer:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A server to send requests to."""
-
-    url: str
-    """With /v1."""
-    key: str
-    models: list[str]
-    """The base, then the adapters."""
-
-
 def add_demo_options(add: AddOption) -> None:
     """Add the options of benchmarks that serve the demo model by default."""
     add(
@@ -132,13 +122,7 @@ def add_demo_options(add: AddOption) -> None:
         help="folder of the base; the demo model by default",
     )
     add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of the server; may be repeated",
-    )
+    add_settings_option(add)
     add("--seed", type=int, default=0)
 
 
@@ -235,8 +219,10 @@ def many_servers(
 
 
 @contextlib.contextmanager
-def own_server(model: str, adapters: Sequence[Path], settings: Sequence[str]) -> Iterator[Served]:
-    """Serve a model with adapters until the block is left.
+def own_server(
+    model: str, adapters: Sequence[Path], settings: Sequence[str]
+) -> Iterator[list[Target]]:
+    """Serve a model with adapters until the block is left; the base is the first target.
 
     Args:
         model: As of `plain_server`, like the others.
@@ -253,7 +239,7 @@ def own_server(model: str, adapters: Sequence[Path], settings: Sequence[str]) ->
         with server.client(key) as client:
             for name, content in zip(names[1:], files, strict=True):
                 _upload(client, name, content)
-        yield Served(server.url, key, names)
+        yield server.targets(key, names)
 
 
 def _upload(client: Client, name: str, files: dict[str, bytes]) -> None:
@@ -268,7 +254,7 @@ def variant(files: dict[str, bytes], number: int) -> dict[str, bytes]:
 
 
 def server_names(adapters: Sequence[Path]) -> list[str]:
-    """What the base and the adapters of these folders are called.
+    """Name the base and the adapters of these folders.
 
     Raises:
         ConfigError: Two folders have one name.

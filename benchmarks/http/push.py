@@ -1,4 +1,4 @@
-"""How soon does a pushed version answer, and does a server keep its size while a trainer pushes?
+"""Time from a push to the first token of its version, and the size of a server while a trainer pushes.
 
     manylora bench push [--pushes 20] [--in-flight 32] [--versions 200] [--json benchmarks/results/push-cpu.json]
 
@@ -19,20 +19,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from manylora.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop
+from manylora.benchmarks.http.flood import Streams, flood
+from manylora.benchmarks.http.generator import Generator, Target, check_replies
 from manylora.benchmarks.http.own_server import OwnServer, plain_server, read_adapter, variant
+from manylora.benchmarks.http.processes import usage
 from manylora.benchmarks.qwen_shape import make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, goal, positive, spread, spread_rows
+from manylora.benchmarks.report import (
+    DEFAULT_CACHE,
+    AddOption,
+    add_positive,
+    add_settings_option,
+    goal,
+    spread_rows,
+    spreads,
+)
 from manylora.client import Client
 from manylora.errors import ConfigError, ManyloraError
 
 MAX_MS = {"idle": 300.0, "loaded": 1000.0}
 MAX_GROWTH_MIB = 64.0
-"""Of all processes of the server, over the last pushes."""
+"""Largest growth of all processes of the server, over the last pushes."""
 MAX_MORE_FILES = 8
 KEEP = 4
-FIRST_PROMPT = 1 << 21
-"""Number of the first prompt behind a push; the load does not use it."""
+SEED = 1
+"""Seed of the prompts behind pushes; the load has another."""
 ADAPTER = "policy"
 WARM_UP = 3
 SETTLE = 20
@@ -55,11 +65,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         base, adapters = make_checkpoints(options.cache)
         options.model, options.adapter = base, adapters[1]
     with plain_server(options.model, options.set) as server:
-        phases, sizes, num_load = asyncio.run(_measure(options, server))
-    figures = {
-        name: {part: spread([run[part] for run in runs]) for part in runs[0]}
-        for name, runs in phases.items()
-    }
+        phases, sizes, num_load = _measure(options, server)
+    figures = spreads(phases)
     goals = [
         goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name])
         for name in figures
@@ -71,100 +78,82 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {**found, "table": spread_rows(figures), "goals": goals}
 
 
-async def _measure(
+def _measure(
     options: argparse.Namespace, server: OwnServer
 ) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]], int]:
-    """The times of the pushes of each phase, the sizes at the begin and at the end, and the requests of the load."""
+    """Push; returns the times by phase, the sizes at the begin and at the end, and the requests of the load."""
     key, files = server.add_tenant("trainer"), read_adapter(options.adapter)
-    calls, numbers, replies = server.calls(key, 0), itertools.count(), list[Reply]()
-    with server.client(key) as client, contextlib.closing(calls.client):
+    target, numbers = Target(server.url, key, ADAPTER), itertools.count()
+    load = Streams(
+        targets=[target],
+        count=options.in_flight,
+        prompt_tokens=options.input_tokens,
+        output_tokens=options.output_tokens,
+        vocab_size=server.vocab_size,
+    )
+    made = Generator(server.vocab_size, SEED)
+    with server.client(key) as client, asyncio.Runner() as runner, contextlib.closing(made):
 
-        async def times(count: int) -> list[dict[str, float]]:
+        def times(count: int) -> list[dict[str, float]]:
             return [
-                await _one(options, client, calls, variant(files, number), number)
+                runner.run(_one(options, client, made, target, variant(files, number)))
                 for number in itertools.islice(numbers, count)
             ]
 
-        await times(WARM_UP)
-        phases = {"idle": await times(options.pushes)}
-        load = (
-            calls.make(ADAPTER, options.input_tokens, options.output_tokens, index)
-            for index in itertools.count()
-        )
-        loading = asyncio.create_task(closed_loop(load, options.in_flight, replies))
-        try:
-            await asyncio.sleep(options.settle_s)
-            phases["loaded"] = await times(options.pushes)
-        finally:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-        check_replies(replies)
-        await asyncio.to_thread(server.wait_idle)
-        await times(SETTLE)
-        sizes = [_size(server.pid)]
-        await times(max(options.versions - SETTLE, 0))
-        return phases, [*sizes, _size(server.pid)], len(replies)
+        times(WARM_UP)
+        phases = {"idle": times(options.pushes)}
+        with flood([load]) as replies:
+            time.sleep(options.settle_s)
+            phases["loaded"] = times(options.pushes)
+        check_replies(replies[0])
+        server.wait_idle()
+        times(SETTLE)
+        before = usage(server.pid)
+        times(max(options.versions - SETTLE, 0))
+        after = usage(server.pid)
+    sizes = [{"rss_mib": each.mib, "open_files": each.files} for each in (before, after)]
+    return phases, sizes, len(replies[0])
 
 
 async def _one(
-    options: argparse.Namespace, client: Client, calls: Calls, files: dict[str, bytes], number: int
+    options: argparse.Namespace,
+    client: Client,
+    made: Generator,
+    target: Target,
+    files: dict[str, bytes],
 ) -> dict[str, float]:
     """Push a version and ask for it, then ask again: what the same takes with an adapter that is on the device."""
     start_s = time.perf_counter()
-    pushed = await asyncio.to_thread(
-        client.push_ephemeral, ADAPTER, files["weights"], files["config"], keep=KEEP
-    )
-    push_s, replies = time.perf_counter() - start_s, []
-    for prompt in (FIRST_PROMPT + 2 * number, FIRST_PROMPT + 2 * number + 1):
-        replies.append(reply := Reply(ADAPTER, due_s=time.perf_counter()))
-        await calls.make(ADAPTER, options.input_tokens, 2, prompt).send(reply)
-        check_replies([reply])
-        if reply.headers.get(b"x-manylora-adapter-digest") != pushed["digest"].encode():
-            raise ManyloraError("a request after a push was answered by another version")
+    pushed = client.push_ephemeral(ADAPTER, files["weights"], files["config"], keep=KEEP)
+    push_s = time.perf_counter() - start_s
+    replies = [
+        await made.call(target, options.input_tokens, 2).send([], time.perf_counter())
+        for _ in range(2)
+    ]
+    check_replies(replies)
+    digests = {reply.headers.get(b"x-manylora-adapter-digest") for reply in replies}
+    if digests != {pushed["digest"].encode()}:
+        raise ManyloraError("a request after a push was answered by another version")
     first, again = replies
     total_s = first.token_times_s[0] - start_s
     times_s = {"push": push_s, "ttft": first.ttft_s, "total": total_s, "ttft_again": again.ttft_s}
     return {f"{part}_ms": 1000 * seconds for part, seconds in times_s.items()}
 
 
-def _size(pid: int) -> dict[str, float]:
-    """Memory and open files of a process and all below it."""
-    pids, memory_kib, files = [pid], 0, 0
-    for each in pids:
-        with contextlib.suppress(OSError):  # a child that has just ended
-            folder = Path(f"/proc/{each}")
-            for thread in (folder / "task").iterdir():
-                pids += map(int, (thread / "children").read_text().split())
-            files += len(list((folder / "fd").iterdir()))
-            status = dict(
-                line.split(":", 1) for line in (folder / "status").read_text().splitlines()
-            )
-            memory_kib += int(status["VmRSS"].split()[0])
-    return {"rss_mib": memory_kib / 1024, "open_files": files}
-
-
 def add_options(add: AddOption) -> None:
     """Add the options."""
-    add("--pushes", type=positive, default=20, help="timed pushes, idle and again beside the load")
-    add("--in-flight", type=positive, default=32)
-    add("--input-tokens", type=positive, default=32)
-    add("--output-tokens", type=positive, default=64)
-    add("--settle-s", type=float, default=5.0, help="seconds of load before its first push")
-    add(
-        "--versions",
-        type=positive,
-        default=200,
-        help=f"pushes that memory is read over, the first {SETTLE} not",
+    add_positive(
+        add,
+        pushes=(20, "timed pushes, idle and again beside the load"),
+        in_flight=(32, ""),
+        input_tokens=(32, ""),
+        output_tokens=(64, ""),
     )
+    add("--settle-s", type=float, default=5.0, help="seconds of load before its first push")
+    add_positive(add, versions=(200, f"pushes that memory is read over, the first {SETTLE} not"))
     add(
         "--model", type=Path, default=None, help="folder of the base; Qwen2-0.5B's shape by default"
     )
     add("--adapter", type=Path, default=None, help="folder of its adapter")
     add("--cache", type=Path, default=DEFAULT_CACHE)
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of the server; may be repeated",
-    )
+    add_settings_option(add)

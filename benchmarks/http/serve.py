@@ -1,4 +1,4 @@
-"""How fast does Manylora answer over HTTP? Starts a server, uploads adapters, sends a load and ends the server.
+"""Speed of Manylora's answers over HTTP. Starts a server, uploads adapters, sends a load and ends the server.
 
     manylora bench serve [--model M] [--adapter DIR ...] [--concurrency 32] [--json result.json]
     manylora bench serve --url http://127.0.0.1:8000/v1 --key KEY --models base,pirate   (a server that runs already)
@@ -16,67 +16,21 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.generator import Calls, LoadSettings, Reply, closed_loop, open_loop
-from manylora.benchmarks.http.http_stream import EventClient
-from manylora.benchmarks.http.own_server import Served, own_server, server_names
+from manylora.benchmarks.http.generator import Load, Target
+from manylora.benchmarks.http.own_server import own_server, server_names
 from manylora.benchmarks.metrics import summarise
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, positive
-from manylora.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, poisson_arrivals
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, add_positive, add_settings_option
+from manylora.benchmarks.workloads import PATTERNS, TimedRequest, draw_adapters, poisson_arrivals
 from manylora.errors import ConfigError
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 _SHOWN_ERRORS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests, in order of arrival, and how they are sent."""
-
-    plan: list[TimedRequest]
-    """`adapter` is the index of one of the server's models."""
-    settings: LoadSettings
-    concurrency: int | None
-    """Requests in flight in a closed loop; None is an open loop."""
-
-    def with_seed(self, seed: int) -> Load:
-        """The same requests with other prompts: those of another seed."""
-        return replace(self, settings=replace(self.settings, seed=seed))
-
-    async def send(self, served: Served, num_warm_up: int = 0) -> list[Reply]:
-        """Send all requests and wait for all answers.
-
-        Args:
-            served: Where to.
-            num_warm_up: Requests sent before, all due at once, for each model at least one; 0 sends none.
-        """
-        each = list({request.adapter: request for request in self.plan}.values())
-        warm_up = [*each, *self.plan][: max(num_warm_up, len(each))] if num_warm_up else []
-        with contextlib.closing(EventClient(served.url, served.key)) as client:
-            await self._send(
-                client, served, [replace(request, arrival_s=0.0) for request in warm_up]
-            )
-            return await self._send(client, served, self.plan)
-
-    async def _send(
-        self, client: EventClient, served: Served, plan: list[TimedRequest]
-    ) -> list[Reply]:
-        made, replies = Calls(client, self.settings), list[Reply]()
-        calls = [
-            made.make(served.models[each.adapter], each.prompt_tokens, each.output_tokens, index)
-            for index, each in enumerate(plan)
-        ]
-        if self.concurrency is None:
-            await open_loop(calls, [each.arrival_s for each in plan], replies)
-        else:
-            await closed_loop(iter(calls), self.concurrency, replies)
-        return replies
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,14 +40,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: The options contradict each other.
         ManyloraError: The server does not start.
     """
-    with target(options) as served:
-        load = make_load(options, len(served.models))
-        records = uvloop.run(load.send(served, options.warmup))
-    errors = Counter(record.error for record in records if record.error).most_common()
-    summary = summarise(records)
+    with chosen_targets(options) as targets:
+        load = make_load(options, len(targets))
+        replies = uvloop.run(load.send(targets, options.seed, options.warmup))
+    errors = Counter(reply.error for reply in replies if reply.error).most_common()
+    summary = summarise(replies)
     print(", ".join(f"{name} {summary[name]:,.4g}" for name in RATES), file=sys.stderr)
     return {
-        "adapters": dict(Counter(record.model for record in records).most_common()),
+        "adapters": dict(Counter(reply.model for reply in replies).most_common()),
         "errors": dict(errors),
         "summary": summary,
         "table": [
@@ -104,8 +58,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def target(options: argparse.Namespace) -> Iterator[Served]:
-    """Have a server; the options' `models` are then the names that it has.
+def chosen_targets(options: argparse.Namespace) -> Iterator[list[Target]]:
+    """Have a server with models; the options' `models` are then the names that it has.
 
     Raises:
         ConfigError: The options contradict each other.
@@ -119,7 +73,7 @@ def target(options: argparse.Namespace) -> Iterator[Served]:
             raise ConfigError(
                 "--url takes a server as it is: leave out --model, --adapter and --set", param="url"
             )
-        yield Served(options.url, options.key, models)
+        yield [Target(options.url, options.key, model) for model in models]
         return
     if options.models or options.key:
         raise ConfigError(
@@ -132,50 +86,40 @@ def target(options: argparse.Namespace) -> Iterator[Served]:
         model, adapters = make_checkpoints(options.cache)
         options.vocab_size = VOCAB_SIZE
     make_load(options, len(server_names(adapters)))  # refuses before a server starts
-    with own_server(str(model), adapters, options.set) as served:
-        options.models = ",".join(served.models)
-        yield served
+    with own_server(str(model), adapters, options.set) as targets:
+        options.models = ",".join(target.model for target in targets)
+        yield targets
 
 
 def make_load(options: argparse.Namespace, num_models: int) -> Load:
-    """The load that the options describe.
+    """Draw the load that the options describe.
 
     Raises:
         ConfigError: The options contradict each other.
     """
-    ranges = (
-        _range(options.input_tokens, "input-tokens"),
-        _range(options.output_tokens, "output-tokens"),
-    )
+    inputs = _range(options.input_tokens, "input-tokens")
+    outputs = _range(options.output_tokens, "output-tokens")
     count, rate, seed = options.requests, options.rate, options.seed
-    adapters, draw = (
-        assign_adapters(options.popularity, count, num_models, seed),
-        random.Random(seed),
-    )
+    adapters = draw_adapters(options.popularity, num_models, seed)
     arrivals = poisson_arrivals(count, rate, seed) if rate else [0.0] * count
-    return Load(
-        [
-            TimedRequest(arrival_s, adapter, *(draw.randrange(*bounds) for bounds in ranges))
-            for arrival_s, adapter in zip(arrivals, adapters, strict=True)
-        ],
-        LoadSettings(vocab_size=options.vocab_size, seed=seed),
-        None if rate else options.concurrency,
-    )
+    draw = random.Random(seed)
+    plan = [
+        TimedRequest(arrival_s, adapter, draw.choice(inputs), draw.choice(outputs))
+        for arrival_s, adapter in zip(arrivals, adapters, strict=False)
+    ]
+    return Load(plan, options.vocab_size, None if rate else options.concurrency)
 
 
-def _range(text: str, option: str) -> tuple[int, int]:
-    """`64` is [64, 65), `8:512` is [8, 512)."""
+def _range(text: str, option: str) -> range:
+    """Read lengths: `64` is 64, `8:512` is from 8 to 511."""
     low, _, high = text.partition(":")
-    try:
-        bounds = int(low), int(high) if high else int(low) + 1
-    except ValueError:
-        bounds = 0, 0
-    if not 1 <= bounds[0] < bounds[1]:
-        raise ConfigError(
-            f"--{option} must be a number or low:high with 1 <= low < high, got {text!r}",
-            param=option,
-        )
-    return bounds
+    with contextlib.suppress(ValueError):
+        lengths = range(int(low), int(high) if high else int(low) + 1)
+        if lengths and lengths[0] >= 1:
+            return lengths
+    raise ConfigError(
+        f"--{option} must be a number or low:high with 1 <= low < high, got {text!r}", param=option
+    )
 
 
 def _rate(text: str) -> float:
@@ -194,13 +138,7 @@ def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32
         default=[],
         help="folder of an adapter to upload; may be repeated",
     )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of the server; may be repeated",
-    )
+    add_settings_option(add)
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
     add("--url", default=None, help="base URL with /v1 of a server that runs already")
     add("--key", default="", help="its API key")
@@ -209,15 +147,14 @@ def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32
         default="",
         help="names to ask for there, comma-separated; the first is the most popular",
     )
-    add("--requests", type=positive, default=requests)
-    add(
-        "--concurrency", type=positive, default=concurrency, help="requests in flight (closed loop)"
+    add_positive(
+        add, requests=(requests, ""), concurrency=(concurrency, "requests in flight (closed loop)")
     )
     add("--rate", type=_rate, default=None, help="requests per second (open loop)")
-    add("--popularity", default="uniform", help=", ".join(PATTERNS))
+    add("--popularity", default="uniform", help=PATTERNS)
     add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
     add("--output-tokens", default="64", help="output tokens: a number or low:high")
-    add("--vocab-size", type=positive, default=512, help="prompt ids are drawn below this")
+    add_positive(add, vocab_size=(512, "prompt ids are drawn below this"))
     add("--seed", type=int, default=0)
 
 

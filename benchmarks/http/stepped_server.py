@@ -22,7 +22,7 @@ TOKEN = 300
 
 
 class SteppedEngine(EngineClient):
-    """All steps are on time, however many requests there are, unless the server keeps this event loop busy."""
+    """An engine whose steps are on time for any number of requests, unless the server keeps this event loop busy."""
 
     async def start(self) -> EngineReady:
         """Start the engine and the clock."""
@@ -31,7 +31,7 @@ class SteppedEngine(EngineClient):
         return await super().start()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
-        """As many tokens as the request allows."""
+        """Yield as many tokens as the request allows."""
         outputs = self._running[request.request_id] = Inbox()
         outputs.put(_token(request.request_id))
         num_tokens = 0

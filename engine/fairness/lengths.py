@@ -13,13 +13,13 @@ from array import array
 NUM_BINS = 32
 """Two bins per doubling, so the last one begins at 2 ** 15.5 (46,341) tokens."""
 HALF_LIFE = 500
-"""After so many newer observations of the same histogram an observation counts half."""
+"""Newer observations of its histogram after which an observation counts half."""
 MIN_OBSERVATIONS = 8
 """A histogram with fewer is not asked."""
 MAX_HISTOGRAMS = 4096
-"""About 350 bytes each; the one that was updated longest ago goes first."""
+"""At most this many histograms of about 350 bytes are kept; the one that was updated longest ago goes first."""
 UNSEEN_TOKENS = 256
-"""The median where nothing was seen yet."""
+"""Median where nothing was seen yet."""
 
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _RESCALE_AT = 2.0**64
@@ -78,10 +78,9 @@ class _Histogram:
 
     @property
     def num_observations(self) -> float:
-        """Observations, each by what it still counts."""
-        return (
-            self._total / self._weight + 0.5
-        )  # the newest count a little less than 1: 8 of them must reach 8
+        """Sum of the observations' weights."""
+        # The newest count a little less than 1: 8 of them must reach 8.
+        return self._total / self._weight + 0.5
 
     def add(self, tokens: int) -> None:
         self._weight *= _GROWTH

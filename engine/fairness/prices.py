@@ -1,6 +1,6 @@
-"""What the work of a step costs, in units: one unit is the time of one prompt token in a full chunk.
+"""Prices of the work of a step, in units: one unit is the time of one prompt token in a full chunk.
 
-Fair shares are counted in these units, never bills. The figures are measured at start
+Fair shares are counted in these units, bills never. The figures are measured at start
 (`manylora.engine.execution.costs`). The idea of a cost per kind of work: Sheng et al., "Fairness in Serving Large
 Language Models" (arXiv:2401.00588).
 """
@@ -26,3 +26,13 @@ class Prices:
     """One rank of a distinct adapter in a step; its requests in the step share this."""
     page_load: float = 2.0
     """One page of an adapter that is brought to the device, paid by the tenant that asked for it."""
+
+    def next_token(self, context: int, *, is_prompt: bool) -> float:
+        """Price of a token of the prompt or of the output after `context` tokens."""
+        if is_prompt:
+            return self.prompt + self.prompt_context * context
+        return self.output + self.context * context
+
+    def load(self, num_pages: int | None) -> float:
+        """Price of bringing an adapter to the device; 0 while its size is unknown."""
+        return self.page_load * (num_pages or 0)

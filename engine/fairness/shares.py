@@ -1,6 +1,6 @@
-"""The tree of shares that the fair order keeps: lanes, tenants in them, their adapters, and the requests of these.
+"""Tree of shares that the fair order keeps: lanes, tenants in them, their adapters, and the requests of these.
 
-A share knows how much service it was given, how many rows it has in the step, and which of its children is next.
+A share counts the service that it was given and its rows in the step, and names the child that is next.
 """
 
 from __future__ import annotations
@@ -11,29 +11,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
-from manylora.engine.fairness.inner_order import SortKey
-from manylora.engine.scheduling.request_state import RequestState
 from manylora.errors import EngineError
 
 MAX_IDLE_SHARES = 4096
 """If there are more idle shares than this, only those with a counter ahead of all active ones are remembered."""
-ShareT = TypeVar("ShareT", bound="Share")
+SortKey = tuple[float, ...]
+"""Position of a request in the queue of its flow: the smallest goes first. It begins with the request's priority."""
+
+
+class Queued(Protocol):
+    """Request as a flow knows it."""
+
+    request_id: str
+    priority: int
+    queue_key: SortKey
+
+
+ShareT = TypeVar("ShareT", bound="FairShare")
+QueuedT = TypeVar("QueuedT", bound=Queued)
 _sort_key = itemgetter(0)
-"""Of an entry of a queue."""
+"""Sort key of an entry of a queue."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Share:
-    """A lane, a tenant in it, or an adapter of that tenant: what it was given, and what it has in the step."""
+class FairShare:
+    """Service and rows of a lane, of a tenant in it, or of an adapter of that tenant."""
 
-    parent: Share | None
-    """What it is a part of; None for the root."""
+    parent: FairShare | None
+    """The share that this one divides with its siblings; None for the root."""
     key: object
-    """Its name in the parent."""
+    """Name in the parent."""
     weight: float
-    """Its part of the parent's service, in proportion to its siblings' weights."""
+    """Part of the parent's service, in proportion to the siblings' weights."""
     quantum: float
     """Units of service; see `manylora.engine.fairness.fair_order`."""
     ticket: int
@@ -41,49 +52,49 @@ class Share:
     counter: float = 0.0
     """Units of service over weight."""
     rows: int = 0
-    """Requests of it in the step."""
+    """Its requests in the step."""
     promised: int = 0
-    """Requests of it that were looked at in this plan and have no row."""
+    """Its requests that this plan has looked at and that have no row."""
     num_alive: int = 0
-    """Requests of it, waiting or running."""
+    """All its requests."""
     num_queued: int = 0
-    """Requests of it without a row."""
+    """Its requests without a row."""
     is_closed: bool = False
-    """Whether this plan looks at no more requests of it."""
+    """True if this plan looks at no more of its requests."""
     has_grown: bool = False
-    """Whether its place became larger since the parent last had it in order."""
-    children: dict[object, Share] = field(default_factory=dict)
-    stepping: dict[object, Share] = field(default_factory=dict)
+    """True if its position grew after its last entry in the parent's heap."""
+    children: dict[object, FairShare] = field(default_factory=dict)
+    stepping: dict[object, FairShare] = field(default_factory=dict)
     """Children with rows."""
-    idle: dict[object, Share] = field(default_factory=dict)
+    idle: dict[object, FairShare] = field(default_factory=dict)
     """Children without requests that are remembered."""
     ready: list[Entry] = field(default_factory=list)
-    """A heap of the children that have queued requests: priority, place, ticket. Only a child's last entry counts,
-    and its place has become larger since if it `has_grown`."""
+    """Heap of the children that have queued requests: priority, position, ticket. Only a child's last entry counts. If
+    the child `has_grown`, its position is larger than this entry says."""
     _ceiling: float = 0.0
-    """The largest counter that a child ever had."""
-    _touched: list[Share] = field(default_factory=list)
+    """Largest counter that a child ever had."""
+    _touched: list[FairShare] = field(default_factory=list)
     """Children whose last entry may be too large, or missing."""
     _is_touched: bool = False
     _entry: Entry | None = None
-    """The last one in the parent's heap."""
+    """Its last entry in the parent's heap."""
 
     @property
     def now(self) -> float:
-        """Its place with the rows that it has: the largest makes way first."""
+        """Position with the rows that it has: the share with the largest makes way first."""
         return self.counter + self.quantum * self.rows / self.weight
 
     @property
     def after(self) -> float:
-        """Its place with one more row: the smallest gets the next one."""
+        """Position with one more row: the share with the smallest gets the next row."""
         return self.counter + self.quantum * (self.rows + 1) / self.weight
 
     def child(
         self, kind: type[ShareT], key: object, weight: float, credit: float, ticket: int
     ) -> ShareT:
-        """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
+        """Find or make the child for a request that arrives, with this weight from now on.
 
-        One that had all it wanted so far keeps at most `credit` units of what it left to others.
+        A new child starts at `now_served`. A child that had all it wanted so far is lifted to `credit` units below it.
         """
         child = self.children.get(key)
         if child is None:
@@ -95,8 +106,8 @@ class Share:
         child.weight = weight
         return cast(ShareT, child)
 
-    def retire(self, child: Share) -> None:
-        """A child has no requests any more. Its counter is remembered as long as it could matter."""
+    def retire(self, child: FairShare) -> None:
+        """Remember the counter of a child without requests as long as it could matter."""
         del self.children[child.key]
         self.idle[child.key] = child
         if not self.children and self.parent is not None:
@@ -111,7 +122,7 @@ class Share:
                 del self.idle[key]
 
     def now_served(self) -> float:
-        """The least counter of all children that have rows and want more, or the largest of all where none does."""
+        """Least counter of the children that have rows and want more; without these, the largest counter ever seen."""
         counters = (child.counter for child in self.stepping.values() if child.num_queued)
         return min(counters, default=self._ceiling)
 
@@ -119,13 +130,14 @@ class Share:
         """Verify the counts of this share and of all below it.
 
         Returns:
-            Requests without a row, requests in the step, and the ids of all.
+            Requests without a row, requests in the step, and the ids of both.
 
         Raises:
             EngineError: A share counts other requests than it has.
         """
         parts = [child.check() for child in self.children.values()]
-        queued, rows = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        queued = sum(part[0] for part in parts)
+        rows = sum(part[1] for part in parts)
         return self._check_counts(queued, rows, set().union(*(part[2] for part in parts)))
 
     def _check_counts(
@@ -139,13 +151,13 @@ class Share:
         return queued, rows, request_ids
 
     def touch(self) -> None:
-        """Its place may be smaller now, or it has queued requests again."""
+        """Have the parent look again: the position may be smaller now, or there are queued requests again."""
         if not self._is_touched and self.parent is not None:
             self._is_touched = True
             self.parent._touched.append(self)
 
-    def first(self) -> Share | None:
-        """The child whose request is next."""
+    def first(self) -> FairShare | None:
+        """Child whose request is next."""
         if len(self.children) == 1:
             (only,) = self.children.values()
             return only if only.num_queued and not only.is_closed else None
@@ -170,22 +182,23 @@ class Share:
         return None
 
     def _make_entry(self, priority: int = 0) -> Entry:
-        place = self.counter + self.quantum * (self.rows + self.promised + 1) / self.weight
-        self._entry, self.has_grown = (priority, place, self.ticket, self), False
-        return self._entry
+        position = self.counter + self.quantum * (self.rows + self.promised + 1) / self.weight
+        self.has_grown = False
+        entry = self._entry = (priority, position, self.ticket, self)
+        return entry
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Flow(Share):
-    """The requests of one adapter, or of the base, of one tenant in one lane."""
+class Flow(FairShare, Generic[QueuedT]):
+    """Requests of one adapter, or of the base, of one tenant in one lane."""
 
-    in_step: dict[str, RequestState] = field(default_factory=dict)
-    """By request id."""
+    in_step: dict[str, QueuedT] = field(default_factory=dict)
+    """Requests with a row, by id."""
     cursor: int = 0
-    """How many of the queue this plan has looked at."""
-    path: tuple[Flow, Share, Share] = field(init=False)
-    """Itself, its tenant and its lane."""
-    queue: list[tuple[SortKey, RequestState]] = field(default_factory=list)
+    """Number of queued requests that this plan has looked at."""
+    path: tuple[Flow[QueuedT], FairShare, FairShare] = field(init=False)
+    """The flow, its tenant and its lane."""
+    queue: list[tuple[SortKey, QueuedT]] = field(default_factory=list)
     """Requests without a row, first to be served first."""
 
     def __post_init__(self) -> None:
@@ -195,72 +208,75 @@ class Flow(Share):
         self.path = (self, tenant, tenant.parent)
 
     def check(self) -> tuple[int, int, set[str]]:
-        """See `Share.check`."""
-        queued = [state.request_id for _, state in self.queue]
+        """See `FairShare.check`."""
+        queued = [request.request_id for _, request in self.queue]
         return self._check_counts(len(queued), len(self.in_step), {*queued, *self.in_step})
 
-    def push(self, key: SortKey, state: RequestState) -> None:
-        """Queue a request."""
-        index = bisect_left(self.queue, key, key=_sort_key)
-        self.queue.insert(index, (key, state))
+    def push(self, request: QueuedT) -> None:
+        """Queue a request by its `queue_key`."""
+        index = bisect_left(self.queue, request.queue_key, key=_sort_key)
+        self.queue.insert(index, (request.queue_key, request))
         if index < self.cursor:
             self.cursor += 1  # it lost its row in this plan, and waits for the next
 
-    def pop(self, state: RequestState) -> None:
+    def pop(self, request: QueuedT) -> None:
         """Take a request out of the queue."""
-        index = bisect_left(self.queue, state.queue_key, key=_sort_key)
+        index = bisect_left(self.queue, request.queue_key, key=_sort_key)
         del self.queue[index]
         if index < self.cursor:
             self.cursor -= 1
 
-    def look(self) -> RequestState | None:
-        """The next request that this plan has not looked at."""
+    def look(self) -> QueuedT | None:
+        """Next request that this plan has not looked at."""
         if self.cursor >= len(self.queue):
             return None
         self.cursor += 1
         return self.queue[self.cursor - 1][1]
 
     def _make_entry(self, priority: int = 0) -> Entry:
-        """With the priority of the next request: a tenant's own priorities go before the shares of its adapters."""
+        """Make the entry with the priority of the next request.
+
+        A tenant's own priorities go before the shares of its adapters.
+        """
         if self.cursor < len(self.queue):
             priority = self.queue[self.cursor][1].priority
-        return Share._make_entry(self, priority)
+        return FairShare._make_entry(self, priority)
 
 
-Entry = tuple[int, float, int, Share]
-"""Of the heap of a share's children: priority, place, ticket, child. No two have the same ticket."""
+Entry = tuple[int, float, int, FairShare]
+"""Entry of the heap of a share's children: priority, position, ticket, child. No two have the same ticket."""
 
 
 class ChildRows:
-    """What the children of a share have in the step.
+    """Rows of the children of a share.
 
     Args:
         node: The share.
     """
 
-    def __init__(self, node: Share) -> None:
+    def __init__(self, node: FairShare) -> None:
         self._node = node
-        farthest = most = 0.0
-        for share in (
-            node.stepping.values()
-        ):  # there may be as many as rows; `share.now` would be a call for each
-            place = share.counter + share.quantum * share.rows / share.weight
+        farthest = 0.0
+        most = 0.0
+        # There may be as many as rows; `share.now` would be a call for each.
+        for share in node.stepping.values():
+            position = share.counter + share.quantum * share.rows / share.weight
             rows = (share.rows - 1) / share.weight
-            farthest = place if place > farthest else farthest
+            farthest = position if position > farthest else farthest
             most = rows if rows > most else most
         self.farthest = farthest
-        """The place of the child that makes way first."""
+        """Position of the child that makes way first."""
         self.most = most
-        """The most rows that a child keeps when it gives one, over its weight."""
+        """Most rows that a child keeps when it gives one, over its weight."""
 
     @cached_property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[FairShare]:
         """Children with rows, the one that makes way first at the beginning."""
         return sorted(self._node.stepping.values(), key=attrgetter("now"), reverse=True)
 
 
-def charge_shares(units: Mapping[Share, float]) -> None:
-    """Count service of shares that have a parent."""
+def charge_shares(units: Mapping[FairShare, float]) -> None:
+    """Count service of shares below the root."""
     for share, amount in units.items():
         share.has_grown = True
         counter = share.counter = share.counter + amount / share.weight

@@ -1,9 +1,4 @@
-"""Service that each tenant got and still asks for, in units. Knows tenants by id.
-
-Work is counted in units: one unit is the time of one prompt token in a full chunk. Fair shares are counted in units,
-bills never. The prices are measured at start (`manylora.engine.execution.costs`); the idea of a cost per kind of work
-is from Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588).
-"""
+"""Service that each tenant got and still asks for, in the units of `manylora.engine.fairness.prices`."""
 
 from __future__ import annotations
 
@@ -11,25 +6,33 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from manylora.engine.fairness.lengths import Lengths
+from manylora.engine.fairness.place import FairPlace, RequestCost
 from manylora.engine.fairness.prices import Prices
-from manylora.engine.scheduling.plan import Chunk
-from manylora.engine.scheduling.request_state import RequestState
-from manylora.engine.status import TenantLoad
+from manylora.engine.fairness.tenant_load import TenantLoad
 
 NUM_KEPT_ENDS = 64
 MAX_RETRY_AFTER_S = 60.0
 MAX_KNOWN_TENANTS = 4096
 """More tenants than this are remembered only while they have requests."""
 RATE_HALF_LIFE_S = 1.0
-"""What was computed so long ago counts half for a rate."""
+"""Age at which computed units count half for a rate."""
 MAX_RATE_SPAN_S = 2.0
-"""A longer time without figures counts as this long; rates are right again soon after it."""
+"""Longest time between two figures of a rate; a longer one counts as this, so that rates are right again soon after."""
+
+
+class ComputedTokens(Protocol):
+    """Consecutive tokens of one request that a step computed."""
+
+    start: int
+    """Position of the first token."""
+    token_ids: list[int]
 
 
 class Rate:
-    """Units per second of late: what was noted, decaying by half every `RATE_HALF_LIFE_S` seconds."""
+    """Units per second of late: units noted count half after every `RATE_HALF_LIFE_S` seconds."""
 
     __slots__ = ("_seconds", "_units")
 
@@ -38,11 +41,11 @@ class Rate:
         self._seconds = 0.0
 
     def note(self, units: float, seconds: float) -> None:
-        """Count units that took so many seconds."""
+        """Count units that took `seconds`."""
         self.note_decayed(units, seconds, 0.5 ** (seconds / RATE_HALF_LIFE_S))
 
     def note_decayed(self, units: float, seconds: float, kept: float) -> None:
-        """The same with the part that what was noted before still counts, for many that note at the same time."""
+        """Count units that took `seconds`, where earlier units still count by the factor `kept`."""
         self._units = self._units * kept + units
         self._seconds = self._seconds * kept + seconds
 
@@ -56,19 +59,20 @@ class Rate:
 class _Tenant:
     weight: float = 1.0
     num_requests: int = 0
+    num_waiting: int = 0
     queued: float = 0.0
     service: float = 0.0
-    told_service: float | None = None
-    """What was told last; None before the first time."""
+    reported_service: float | None = None
+    """Service at the last report of loads; None before the first."""
     tokens: int = 0
     rate: Rate = field(default_factory=Rate)
 
 
 class TenantService:
-    """Prices what is computed, and tells what is left to compute.
+    """Charges tenants for computed tokens, and estimates the work that they still ask for.
 
     Args:
-        prices: Of the work of a step.
+        prices: Prices of the work of a step.
         lengths: Predicts how many output tokens a request will have.
         clock: Monotonic seconds.
     """
@@ -80,108 +84,107 @@ class TenantService:
         self.lengths = lengths
         self._clock = clock
         self.tenants: dict[str, _Tenant] = {}
-        """Those with requests, and the last ones without."""
+        """Tenants with requests, and the latest ones without."""
         self._ends_s: deque[float] = deque(maxlen=NUM_KEPT_ENDS)
-        self._rate, self._full_rate = Rate(), Rate()
-        self._told_s = 0.0
-        """When loads were told last."""
+        self._rate = Rate()
+        self._full_rate = Rate()
+        self._reported_s = 0.0
+        """Second of the last report of loads."""
 
-    def arrive(self, state: RequestState) -> None:
-        """A request comes to the engine."""
-        tenant = self.tenants.get(state.tenant)
+    def arrive(self, place: FairPlace) -> None:
+        """Count a request that comes to the engine."""
+        name = place.key.tenant
+        tenant = self.tenants.get(name)
         if tenant is None:
-            tenant = self.tenants[state.tenant] = _Tenant()
+            tenant = self.tenants[name] = _Tenant()
             if len(self.tenants) > MAX_KNOWN_TENANTS:
                 self.tenants = {
                     key: kept
                     for key, kept in self.tenants.items()
                     if kept.num_requests or kept is tenant
                 }
-        tenant.weight = state.request.flow.weight
+        tenant.weight = place.key.weight
         tenant.num_requests += 1
 
-    def note_end(self, state: RequestState) -> None:
-        """A request has left the engine."""
-        self.tenants[state.tenant].num_requests -= 1
-        if not state.is_beam_fork:
+    def leave(self, place: FairPlace, *, is_request: bool) -> None:
+        """Count a request that leaves the engine; a beam that is not the client's request frees no place in a queue."""
+        self.tenants[place.key.tenant].num_requests -= 1
+        if is_request:
             self._ends_s.append(self._clock())
 
-    def wait(self, state: RequestState) -> None:
-        """A request begins to wait: its predicted work is in the queue."""
-        state.queued_units = self.units_left(state)
-        self.tenants[state.tenant].queued += state.queued_units
+    def wait(self, place: FairPlace, units: float) -> None:
+        """Count the predicted work of a request that begins to wait."""
+        place.cost.queued_units = units
+        tenant = self.tenants[place.key.tenant]
+        tenant.queued += units
+        tenant.num_waiting += 1
 
-    def stop_waiting(self, state: RequestState) -> None:
-        """It no longer waits."""
-        self.tenants[state.tenant].queued -= state.queued_units
+    def stop_waiting(self, place: FairPlace) -> None:
+        """Take the work of a request that waits no longer out of the queue."""
+        tenant = self.tenants[place.key.tenant]
+        tenant.queued -= place.cost.queued_units
+        tenant.num_waiting -= 1
 
-    def units_left(self, state: RequestState) -> float:
-        """Predicted price of what is still to be computed for a request."""
-        prices, num_prompt = self.prices, state.num_prompt
-        prompt = max(num_prompt - max(state.num_computed, state.num_charged), 0)
-        output = max(state.predicted_tokens - len(state.output_token_ids), 1)
-        context = num_prompt + len(state.output_token_ids) + output / 2
-        return prompt * (prices.prompt + prices.prompt_context * num_prompt / 2) + output * (
+    def units_left(self, cost: RequestCost, num_computed: int, num_output: int) -> float:
+        """Predicted price of the tokens still to compute for a request, of which it has some."""
+        prices = self.prices
+        prompt = max(cost.num_prompt - max(num_computed, cost.num_charged), 0)
+        output = max(cost.predicted_tokens - num_output, 1)
+        context = cost.num_prompt + num_output + output / 2
+        return prompt * (prices.prompt + prices.prompt_context * cost.num_prompt / 2) + output * (
             prices.output + prices.context * context
         )
 
-    def token_price(self, state: RequestState) -> float:
-        """The price of a request's next token; at least 1."""
-        if state.num_left > 1:
-            return self.prices.prompt + self.prices.prompt_context * state.num_computed
-        return self.prices.output + self.prices.context * state.num_computed
-
     def charge(
-        self, chunks: Sequence[tuple[RequestState, Chunk]]
-    ) -> list[tuple[RequestState, float]]:
-        """The price of each chunk that was just computed, in units. Tokens computed again cost nothing.
+        self, computed: Sequence[tuple[FairPlace, ComputedTokens]]
+    ) -> list[tuple[FairPlace, float]]:
+        """Charge tenants for tokens just computed, in units. Tokens computed again cost nothing.
 
         A distinct adapter in the step has its price once, divided among the requests that use it.
         """
-        charges: list[tuple[RequestState, float]] = []
-        num_users = Counter([state.digest for state, _ in chunks])
+        charges: list[tuple[FairPlace, float]] = []
+        num_users = Counter([place.cost.adapter for place, _ in computed])
         prices = self.prices
-        for state, chunk in chunks:
-            num_tokens, units = len(chunk.token_ids), 0.0
-            end = chunk.start + num_tokens
-            if end > state.num_charged:
-                start = max(chunk.start, state.num_charged)
-                state.num_charged = end
+        for place, tokens in computed:
+            cost = place.cost
+            num_tokens = len(tokens.token_ids)
+            units = 0.0
+            end = tokens.start + num_tokens
+            if end > cost.num_charged:
+                start = max(tokens.start, cost.num_charged)
+                cost.num_charged = end
                 context = (start + end) / 2
-                prompt = min(max(state.num_prompt - start, 0), end - start)
+                prompt = min(max(cost.num_prompt - start, 0), end - start)
                 units = (end - start - prompt) * (prices.output + prices.context * context)
                 if prompt:
                     units += prompt * (prices.prompt + prices.prompt_context * context)
-            if state.caused_load:
-                units += self._load_price(state)
-            if state.rank:
-                units += prices.rank * state.rank / num_users[state.digest]
-            tenant = self.tenants[state.tenant]
+            if cost.owes_load:
+                cost.owes_load = False
+                units += cost.load_units
+            if cost.rank:
+                units += prices.rank * cost.rank / num_users[cost.adapter]
+            tenant = self.tenants[place.key.tenant]
             tenant.tokens += num_tokens
             tenant.service += units
-            charges.append((state, units))
+            charges.append((place, units))
         return charges
 
-    def charge_load(self, state: RequestState) -> list[tuple[RequestState, float]]:
-        """The price of the load that a request caused which leaves before it ran."""
-        units = self._load_price(state)
-        self.tenants[state.tenant].service += units
-        return [(state, units)]
-
-    def _load_price(self, state: RequestState) -> float:
-        """Units for the load of its adapter that a request caused; once."""
-        is_due, state.caused_load = state.caused_load, False
-        return self.prices.page_load * (state.adapter_pages or 0) if is_due else 0.0
+    def charge_load(self, place: FairPlace) -> list[tuple[FairPlace, float]]:
+        """Charge the load that a request caused which leaves before it ran."""
+        cost = place.cost
+        cost.owes_load = False
+        self.tenants[place.key.tenant].service += cost.load_units
+        return [(place, cost.load_units)]
 
     def note_step(self, units: float, seconds: float, is_full: bool) -> None:
-        """A step of so many units is done; `is_full` if requests waited for a place in it."""
+        """Take note of a step that is done; `is_full` if requests waited for a place in it."""
         self._rate.note(units, seconds)
         if is_full:
             self._full_rate.note(units, seconds)
 
     @property
     def full_rate(self) -> float:
-        """Units per second in steps that others waited for, or in all of late if more; 0 until others waited."""
+        """Units per second in steps that others waited for, or in all steps of late if more; 0 until others waited."""
         full = self._full_rate.per_s
         return max(full, self._rate.per_s) if full else 0.0
 
@@ -192,39 +195,44 @@ class TenantService:
 
     def loads(
         self,
-        running: Iterable[RequestState],
-        waiting: Mapping[str, int],
+        running: Iterable[tuple[FairPlace, float]],
         reasons: Mapping[str, dict[str, int]],
     ) -> dict[str, TenantLoad]:
-        """What each tenant with requests has here, and its rate since the last call."""
-        by_tenant: defaultdict[str, list[RequestState]] = defaultdict(list)
-        for state in running:
-            by_tenant[state.tenant].append(state)
-        seconds = min(self._clock() - self._told_s, MAX_RATE_SPAN_S)
+        """Report the load of each tenant with requests, and its rate since the last call.
+
+        Args:
+            running: Requests with pages, and the units still to compute for each.
+            reasons: Number of waiting requests by tenant and reason.
+        """
+        by_tenant: defaultdict[str, list[tuple[FairPlace, float]]] = defaultdict(list)
+        for place, units in running:
+            by_tenant[place.key.tenant].append((place, units))
+        seconds = min(self._clock() - self._reported_s, MAX_RATE_SPAN_S)
         kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
-        self._told_s = self._clock()
+        self._reported_s = self._clock()
         found = {}
         for name, tenant in self.tenants.items():
-            if tenant.told_service is not None:
-                tenant.rate.note_decayed(tenant.service - tenant.told_service, seconds, kept)
-            tenant.told_service = tenant.service
+            if tenant.reported_service is not None:
+                tenant.rate.note_decayed(tenant.service - tenant.reported_service, seconds, kept)
+            tenant.reported_service = tenant.service
             if tenant.num_requests:
-                states, queued = by_tenant[name], max(tenant.queued, 0.0)
+                places = by_tenant[name]
+                queued = max(tenant.queued, 0.0)
                 found[name] = TenantLoad(
                     weight=tenant.weight,
-                    running=len(states),
-                    paused=sum(not state.has_row for state in states),
-                    waiting=waiting.get(name, 0),
+                    running=len(places),
+                    paused=sum(not place.has_row for place, _ in places),
+                    waiting=tenant.num_waiting,
                     reasons=reasons.get(name, {}),
                     queued=queued,
-                    backlog=queued + sum(map(self.units_left, states)),
+                    backlog=queued + sum(units for _, units in places),
                     rate=tenant.rate.per_s,
                     service=tenant.service,
                 )
         return found
 
     def retry_after_s(self, num_waiting: int) -> float:
-        """When a place in a queue may be free, from the rate at which requests end."""
+        """Predict in how many seconds a place in a queue is free, from the rate at which requests end."""
         ends = self._ends_s
         if len(ends) < 2 or ends[-1] <= ends[0]:
             return 1.0

@@ -1,1 +1,1 @@
-"""What each step computes. Plain data: no tensors, no transport."""
+"""Plans of steps: which requests compute which tokens, on which pages. Plain data: no tensors, no transport."""

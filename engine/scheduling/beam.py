@@ -24,12 +24,12 @@ MAX_FORKS = 1 << 24
 
 
 class BeamStep(NamedTuple):
-    """What follows from a step of a search, besides the beams that go on."""
+    """Beams that a step of a search ends and begins, and its output."""
 
     ended: list[RequestState]
     begun: list[RequestState]
     output: RequestOutput | None
-    """The last output, when the search is over; then all beams are among `ended`."""
+    """Last output, when the search is over; then all beams are among `ended`."""
 
 
 class _Candidate(NamedTuple):
@@ -41,17 +41,17 @@ class _Candidate(NamedTuple):
     beam: Beam
     """The parent's."""
     rank: int
-    """Place of the token in the beam's result."""
+    """Index of the token in the beam's result."""
     token_id: int
 
 
 class BeamSearch:
-    """The beams of one request.
+    """Beams of one request.
 
     Args:
         request: As the client sent it.
         beam: Its `beam`.
-        limits: What the model bounds.
+        limits: Limits of the model.
         max_running: Requests that may have pages at a time.
 
     Raises:
@@ -84,17 +84,17 @@ class BeamSearch:
         self._stops = stops
         self._numbers = itertools.count(1)
         self.beams: list[RequestState] = []
-        """All that live, best first."""
+        """Beams that live, best first."""
         self._hypotheses: list[tuple[float, RequestOutput]] = []
-        """The best ones so far with their scores, best first, at most as many as beams."""
+        """Best finished sequences so far with their scores, best first, at most as many as beams."""
 
     @property
     def num_forks(self) -> int:
         """Beams that begin with one token, as soon as they get their pages."""
-        return sum(state.status == "waiting" and state.leader is not None for state in self.beams)
+        return sum(state.status == "waiting" and state.source is not None for state in self.beams)
 
     def unfinished(self) -> list[RequestOutput]:
-        """What the beams have so far."""
+        """Outputs of the beams so far."""
         request_id = self._request.request_id
         return [
             RequestOutput(request_id=request_id, token_ids=list(state.output_token_ids))
@@ -102,7 +102,7 @@ class BeamSearch:
         ]
 
     def begin(self) -> GenerationRequest:
-        """The request of the first beam. Give its state to `start`."""
+        """Request of the first beam. Give its state to `start`."""
         num_top = max(self._num_top, self._request.params.logprobs or 0)
         params = SamplingParams(
             max_tokens=self._request.params.max_tokens, temperature=0.0, logprobs=num_top
@@ -112,14 +112,16 @@ class BeamSearch:
     def start(self, first: RequestState) -> None:
         """Begin with the prompt alone; *mutates* the state."""
         first.beam = Beam(search_id=self._request.request_id)
-        self.beams, self.first = [first], first
+        self.beams = [first]
+        self.first = first
 
     def take(self, state: RequestState, beam: Beam, result: TokenLogprobs) -> BeamStep | None:
-        """Take in what may follow one beam; None until this is known of all. *Mutates* the beams."""
+        """Take in the candidates that follow one beam; None until those of all beams are known. *Mutates* the beams."""
         beam.result = result
         if not all(each.is_idle for each in self.beams):
             return None
-        length, width = len(state.output_token_ids) + 1, self._params.width
+        length = len(state.output_token_ids) + 1
+        width = self._params.width
         is_last = length >= self._request.params.max_tokens
         candidates = self._candidates()
         for candidate in candidates[:width]:
@@ -133,7 +135,7 @@ class BeamSearch:
         return self._go_on(chosen)
 
     def _candidates(self) -> list[_Candidate]:
-        """The best continuations, best first: at least `width` that go on, and all better ones."""
+        """Best continuations, best first: at least `width` that go on, and all better ones."""
         found = [
             _Candidate(beam.score + logprob, state, beam, rank, token_id)
             for state in self.beams
@@ -155,7 +157,8 @@ class BeamSearch:
 
     def _logprobs(self, candidate: _Candidate) -> list[TokenLogprobs] | None:
         """Log-probabilities of all tokens, the next one's among them; None where nobody asked."""
-        num_top, result = self._request.params.logprobs, candidate.beam.result
+        num_top = self._request.params.logprobs
+        result = candidate.beam.result
         if num_top is None or result is None:
             return None
         chosen = TokenLogprobs(
@@ -182,14 +185,13 @@ class BeamSearch:
         del self._hypotheses[self._params.width :]
 
     def _is_done(self, best: float, length: int) -> bool:
-        """Whether no beam can improve on the hypotheses, as far as `early_stopping` wants to know."""
+        """True if no beam can improve on the hypotheses, as far as `early_stopping` wants to know."""
         if len(self._hypotheses) < self._params.width:
             return False
-        stopping, penalty = self._params.early_stopping, self._params.length_penalty
-        if (
-            stopping is True or self._params.width == 1
-        ):  # transformers has no beam search of one beam
-            return True
+        stopping = self._params.early_stopping
+        penalty = self._params.length_penalty
+        if stopping is True or self._params.width == 1:
+            return True  # transformers has no beam search of one beam
         best_length = (
             self._request.params.max_tokens if stopping == "never" and penalty > 0 else length
         )
@@ -206,16 +208,14 @@ class BeamSearch:
         for candidate in chosen:
             if candidate.parent in beams:
                 number = next(self._numbers)
-                request_id, age = (
+                fork = candidate.parent.fork(
                     f"{self._request.request_id}/{number}",
-                    self.first.arrival_index + number / MAX_FORKS,
+                    self.first.place.arrival_index + number / MAX_FORKS,
+                    candidate.token_id,
+                    self._beam(candidate),
                 )
-                begun.append(
-                    candidate.parent.fork(
-                        request_id, age, candidate.token_id, self._beam(candidate)
-                    )
-                )
-                beams.append(begun[-1])
+                begun.append(fork)
+                beams.append(fork)
             else:
                 continued.append(candidate)
                 beams.append(candidate.parent)
@@ -232,5 +232,5 @@ class BeamSearch:
         output = RequestOutput(
             request_id=best.request_id, finish_reason=best.finish_reason, hypotheses=hypotheses
         )
-        self.first.mark_first(output, best)
+        self.first.first_output.mark(output, best)
         return output

@@ -1,4 +1,4 @@
-"""The KV pages of all requests: what a request gets, shares and gives back. The scheduler decides who gets pages.
+"""KV pages of all requests: how a request gets, shares and gives back pages. The scheduler decides who gets them.
 
 A running request begins with cached blocks, which it only reads, and goes on in blocks of its own. As soon as one of
 its own is full and the step that wrote it is complete, it is offered to the prefix cache and is never written again. A
@@ -18,9 +18,9 @@ from manylora.engine.model.rope_spec import RopeSpec
 from manylora.engine.request import GenerationRequest
 from manylora.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
 from manylora.engine.scheduling.request_limits import kv_tokens
-from manylora.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
+from manylora.engine.scheduling.request_pages import SwappedBlocks
+from manylora.engine.scheduling.request_state import RequestState
 from manylora.errors import EngineError, NeverFitsError, PageAccountingError
-from manylora.memory.block_table import BlockTable
 from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.geometry import PageGeometry
 from manylora.memory.host_slab import SwapSpace
@@ -37,7 +37,7 @@ def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
 
     Args:
         base_digest: The base model.
-        kv_dtype: How keys and values are computed and stored.
+        kv_dtype: Dtypes in which keys and values are computed and stored.
         rope: The rotary embedding in them.
     """
     rope_settings = json.dumps(asdict(rope), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -64,7 +64,7 @@ MAX_NAMED_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """What of a waiting request's KV cache need not be computed."""
+    """Part of a waiting request's KV cache that need not be computed."""
 
     blocks: Sequence[PrefixBlock]
     """Cached blocks that it shares."""
@@ -73,7 +73,7 @@ class PrefixHit:
     swapped: SwappedBlocks | None = None
     """Host pages that go on where the cached blocks end."""
     leader: RequestState | None = None
-    """The request that has the blocks after the cached ones; their pages are copied."""
+    """Request that has the blocks after the cached ones; their pages are copied."""
 
 
 @dataclass(eq=False)
@@ -82,18 +82,18 @@ class KvPages:
 
     geometry: PageGeometry
     pool: PagePool
-    """Where the pages come from."""
+    """Hands out the pages."""
     evictor: Evictor
     """Makes room in the pool."""
     _: KW_ONLY
     prefixes: PrefixCache
-    """Where full blocks are shared."""
+    """Shares full blocks."""
     swap: SwapSpace
     """Host memory of preempted requests."""
     costs: PageCosts
     """Decide between swapping and computing again."""
     prefix_seed: PrefixSeed
-    """What a request's blocks depend on besides its tokens, and who may share them."""
+    """Makes the seed of a request's chain: all that its blocks depend on besides tokens, and the tenant."""
     is_sharing: bool = True
     """False publishes nothing and finds nothing."""
     _leaving_host: list[tuple[int, list[int]]] = field(default_factory=list, init=False)
@@ -107,7 +107,7 @@ class KvPages:
         self.note_complete()
 
     def may_look_up(self, state: RequestState) -> bool:
-        """Whether this plan has time left to name the blocks of a waiting request."""
+        """True if this plan has time left to name the blocks of a waiting request."""
         return not self._num_named or self._num_named + self._num_unnamed(state) <= MAX_NAMED_TOKENS
 
     def check_fits(self, request: GenerationRequest, adapter_pages: int | None) -> None:
@@ -118,7 +118,8 @@ class KvPages:
         Raises:
             NeverFitsError: With the numbers.
         """
-        width, num_tokens = (1 if request.beam is None else request.beam.width), kv_tokens(request)
+        width = 1 if request.beam is None else request.beam.width
+        num_tokens = kv_tokens(request)
         num_shared = (
             (len(request.prompt_token_ids) - 1) // self.geometry.page_tokens
             if self.is_sharing
@@ -152,28 +153,28 @@ class KvPages:
         if pages is None:
             return False
         state.pages.table.append(pages)
-        state.last_step = draft.plan.step
+        state.pages.last_step = draft.plan.step
         draft.plan.zero_pages += pages
         return True
 
     def may_fork(self, leader: RequestState, state: RequestState) -> bool:
-        """Whether a request that just arrived may wait for the prompt of `leader` to be computed, and share it."""
+        """True if a request that just arrived may wait for the prompt of `leader` to be computed, and share it."""
         return (
             self.is_sharing
-            and leader.request.flow.lane == state.request.flow.lane
+            and leader.place.key.lane == state.place.key.lane
             and not state.output_token_ids
-            and not state.keeps_prompt_logprobs
+            and not state.first_output.keeps_prompt_logprobs
             and leader.request.prompt_token_ids == state.request.prompt_token_ids
             and self.prefix_seed(leader.request) == self.prefix_seed(state.request)
         )
 
     def prefix_hit(self, state: RequestState) -> PrefixHit:
-        """What a waiting request could start with now. Takes nothing."""
+        """KV cache that a waiting request could start with now. Takes nothing."""
         page_tokens = self.geometry.page_tokens
-        leader = state.leader
-        if leader is not None:
-            held = leader.pages.held[: state.num_shared // page_tokens]
-            return PrefixHit(blocks=held, num_tokens=state.num_shared, leader=leader)
+        source = state.source
+        if source is not None:
+            held = source.leader.pages.held[: source.num_tokens // page_tokens]
+            return PrefixHit(blocks=held, num_tokens=source.num_tokens, leader=source.leader)
         blocks = self._find(state)
         num_tokens = len(blocks) * page_tokens
         swapped = state.pages.swapped
@@ -188,7 +189,7 @@ class KvPages:
     def start(
         self, state: RequestState, hit: PrefixHit, num_tokens: int, room: int, draft: PlanBuilder
     ) -> bool:
-        """Give a waiting request pages for `num_tokens` tokens and what it begins with.
+        """Give a waiting request pages for `num_tokens` tokens, and have those of the hit filled.
 
         Args:
             state: The request.
@@ -198,9 +199,10 @@ class KvPages:
             draft: The plan.
 
         Returns:
-            Whether it has them; if not, nothing was taken or evicted.
+            True if it has them; if not, nothing was taken or evicted.
         """
-        blocks, pages = hit.blocks, state.pages
+        blocks = hit.blocks
+        pages = state.pages
         if self.evictor.num_available < self.num_lacking(hit, num_tokens) + room:
             return False
         count = (self.geometry.blocks(num_tokens) - len(blocks)) * self.geometry.num_groups
@@ -209,7 +211,8 @@ class KvPages:
         if own is None:
             self.prefixes.release(blocks, 0)
             return False
-        pages.held, pages.found = list(blocks), []
+        pages.held = list(blocks)
+        pages.found = []
         for block in blocks:
             pages.table.append(block.pages)
         pages.table.append(own)
@@ -219,7 +222,8 @@ class KvPages:
             # Its host pages are read in this step, or of no use any more.
             self._leaving_host.append((draft.plan.step, pages.swapped.host_pages))
             pages.swapped = None
-        state.num_computed, state.last_step = hit.num_tokens, draft.plan.step
+        pages.num_computed = hit.num_tokens
+        pages.last_step = draft.plan.step
         return True
 
     def num_lacking(self, hit: PrefixHit, num_tokens: int) -> int:
@@ -249,7 +253,7 @@ class KvPages:
         for index in range(len(pages.held), num_full):
             own = pages.table.by_block(index, index + 1)
             parent = pages.held[-1] if pages.held else None
-            block = self.prefixes.publish(chain, index, own, parent, state.digest)
+            block = self.prefixes.publish(chain, index, own, parent, state.adapter.digest)
             if block is None:
                 pages.is_publishing = False
                 return
@@ -257,19 +261,13 @@ class KvPages:
             if block.pages != own:  # another request computed the same
                 for table, page in zip(pages.table.pages, block.pages, strict=True):
                     table[index] = page
-                self.pool.free(own, state.last_step)
+                self.pool.free(own, pages.last_step)
 
     def preempt(self, state: RequestState, draft: PlanBuilder | None) -> Preemption:
         """Take all device pages from a running request, and say how it gets its KV cache back."""
-        pages = state.pages
         swapped = None if draft is None else self._swap_out(state, draft)
-        self.free(state, state.last_step if swapped is None else swapped.step)
-        state.pages = RequestPages(
-            table=BlockTable(self.geometry),
-            chain=pages.chain,
-            swapped=swapped,
-            is_publishing=pages.is_publishing,
-        )
+        self.free(state, state.pages.last_step if swapped is None else swapped.step)
+        state.pages.give_up(swapped)
         return "recompute" if swapped is None else "swap"
 
     def free(self, state: RequestState, last_step: int) -> None:
@@ -334,14 +332,14 @@ class KvPages:
         if not self.evictor.make_room(count):
             return None
         return self.pool.allocate(
-            count, "kv", NO_OWNER if state.lease is None else state.lease.slot
+            count, "kv", NO_OWNER if state.adapter.lease is None else state.adapter.lease.slot
         )
 
     def _find(self, state: RequestState) -> list[PrefixBlock]:
         """Cached blocks that a waiting request begins with, but never all of its tokens: the last is to be computed."""
         pages = state.pages
         max_blocks = (state.num_tokens - 1) // self.geometry.page_tokens
-        if not self.is_sharing or state.keeps_prompt_logprobs or not max_blocks:
+        if not self.is_sharing or state.first_output.keeps_prompt_logprobs or not max_blocks:
             return []
         self._num_named += self._num_unnamed(state)
         pages.found = self.prefixes.find(self._chain(state, max_blocks), max_blocks, pages.found)
@@ -349,16 +347,18 @@ class KvPages:
 
     def _num_unnamed(self, state: RequestState) -> int:
         """Tokens of a waiting request that a lookup has to name."""
-        if not self.is_sharing or state.keeps_prompt_logprobs:
+        if not self.is_sharing or state.first_output.keeps_prompt_logprobs:
             return 0
-        page_tokens, chain = self.geometry.page_tokens, state.pages.chain
+        page_tokens = self.geometry.page_tokens
+        chain = state.pages.chain
         return (state.num_tokens - 1) // page_tokens * page_tokens - (
             chain.num_tokens if chain is not None else 0
         )
 
     def _chain(self, state: RequestState, num_blocks: int) -> TokenChain:
         """Names of a request's first `num_blocks` blocks, at least."""
-        pages, page_tokens = state.pages, self.geometry.page_tokens
+        pages = state.pages
+        page_tokens = self.geometry.page_tokens
         if pages.chain is None:
             pages.chain = TokenChain(self.prefix_seed(state.request), page_tokens)
         if num_blocks > len(pages.chain.blocks):
@@ -366,7 +366,7 @@ class KvPages:
         return pages.chain
 
     def _fill(self, hit: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
-        """Have a starting request's first own pages filled; returns how many are."""
+        """Have a starting request's first own pages filled; returns their number."""
         num_blocks = len(hit.blocks)
         if hit.leader is not None:
             leader = hit.leader
@@ -375,7 +375,7 @@ class KvPages:
             draft.plan.copies += [
                 PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)
             ]
-            leader.last_step = max(leader.last_step, draft.plan.step)
+            leader.pages.last_step = max(leader.pages.last_step, draft.plan.step)
             return len(sources)
         if hit.swapped is not None:
             swapped = hit.swapped
@@ -391,14 +391,15 @@ class KvPages:
 
     def _swap_out(self, state: RequestState, draft: PlanBuilder) -> SwappedBlocks | None:
         """Have a running request's KV cache copied to host pages, if there are some and computing it takes longer."""
-        pages, geometry = state.pages, self.geometry
+        pages = state.pages
+        geometry = self.geometry
         shared = next(
             (index for index, block in enumerate(pages.held) if block.refs == 1), len(pages.held)
         )
-        first = 0 if state.keeps_prompt_logprobs else shared
-        num_blocks = geometry.blocks(state.num_computed)
+        first = 0 if state.first_output.keeps_prompt_logprobs else shared
+        num_blocks = geometry.blocks(pages.num_computed)
         count = (num_blocks - first) * geometry.num_groups
-        recompute_s = (state.num_computed - first * geometry.page_tokens) * self.costs.token_s
+        recompute_s = (pages.num_computed - first * geometry.page_tokens) * self.costs.token_s
         if count == 0 or 2 * count * self.costs.copy_s >= recompute_s:
             return None
         host_pages = self.swap.take(count)
@@ -411,5 +412,5 @@ class KvPages:
         ]
         step = draft.plan.step
         return SwappedBlocks(
-            first_block=first, num_tokens=state.num_computed, host_pages=host_pages, step=step
+            first_block=first, num_tokens=pages.num_computed, host_pages=host_pages, step=step
         )

@@ -1,4 +1,4 @@
-"""What steps and ends mean for requests: tokens, logprobs, and what clients are told, beams of one search together."""
+"""Results of steps and ends of requests, as outputs for clients. Beams of one search have outputs together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from manylora.engine.scheduling.request_table import RequestTable
 
 
 class Outcomes:
-    """Takes in what steps yield, ends requests, and keeps what clients are to be told until it is taken.
+    """Takes in the results of steps, ends requests, and keeps outputs until they are taken.
 
     Args:
         table: The requests.
-        limits: What the model bounds.
+        limits: Limits of the model.
     """
 
     def __init__(self, table: RequestTable, limits: ModelLimits) -> None:
@@ -36,11 +36,11 @@ class Outcomes:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether there is something to `take`."""
+        """True if there is something to `take`."""
         return bool(self._outbox)
 
     def take(self) -> list[RequestOutput]:
-        """What happened to requests since the last call."""
+        """Outputs since the last call."""
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -65,14 +65,12 @@ class Outcomes:
         self._outbox.append(output)
 
     def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
-        """Take in what a step computed for a request."""
-        del state.in_flight[0]
-        if state.num_coming and chunk.sample is not None:
-            state.num_coming -= 1
+        """Take in the result of a chunk of a request."""
+        state.cursor.end(chunk)
         if result.is_non_finite or result.failure is not None:
             self.finish(state.request_id, "error", result.failure or NON_FINITE)
             return
-        num_full = (chunk.start + len(chunk.token_ids)) // state.geometry.page_tokens
+        num_full = (chunk.start + len(chunk.token_ids)) // state.pages.geometry.page_tokens
         output = _output(state, chunk, result, self._limits) if state.beam is None else None
         if num_full != len(state.pages.held) and state.status == "running":
             self._table.kv.publish(state, num_full)
@@ -80,7 +78,7 @@ class Outcomes:
             self._advance_beam(state, state.beam, result)
         elif output is not None:
             if output.finish_reason is not None:
-                self._lengths.observe(state.tenant, state.digest, len(state.output_token_ids))
+                self._observe_length(state, len(state.output_token_ids))
                 self._table.remove(state)
             self._outbox.append(output)
 
@@ -96,8 +94,11 @@ class Outcomes:
             self._table.remove(ended)
         if step.output is not None:
             del self.searches[beam.search_id]
-            self._lengths.observe(state.tenant, state.digest, len(state.output_token_ids) + 1)
+            self._observe_length(state, len(state.output_token_ids) + 1)
             self._outbox.append(step.output)
+
+    def _observe_length(self, state: RequestState, num_tokens: int) -> None:
+        self._lengths.observe(state.place.key.tenant, state.adapter.digest, num_tokens)
 
 
 def _output(
@@ -105,7 +106,7 @@ def _output(
 ) -> RequestOutput | None:
     """Take a chunk's tokens and logprobs into the state; None while the prompt goes on. *Mutates* the state."""
     if chunk.prompt_targets:
-        state.prompt_logprobs += result.prompt_logprobs
+        state.first_output.prompt_logprobs += result.prompt_logprobs
     token_id = result.token_id
     if token_id is None:
         is_all = (
@@ -113,45 +114,47 @@ def _output(
             and chunk.start + len(chunk.token_ids) == state.num_prompt
         )
         return _ended(state, "length") if is_all else None
-    state.take_token(token_id, chunk)
+    state.output_token_ids.append(token_id)
+    if state.status == "running":
+        state.cursor.go_on(chunk, token_id)
     output = RequestOutput(request_id=state.request_id, token_ids=[token_id])
     if result.logprobs is not None:
         output.logprobs = [result.logprobs]
-    if not state.sent_first_output:
+    if not state.first_output.is_sent:
         output.prompt_logprobs = _prompt_logprobs(state)
-        state.mark_first(output)
+        state.first_output.mark(output)
     reason: FinishReason | None = _finish_reason(state, token_id, limits)
     if reason == "stop":
         output.stop_token_id = token_id
     elif state.matcher is not None and not state.matcher.take([token_id]):
-        reason, output.error = "error", state.matcher.error()
+        reason = "error"
+        output.error = state.matcher.error()
     elif state.matcher is not None and state.matcher.is_done:
         reason = "stop"
     if reason is not None:
-        output.finish_reason, output.computed_prompt_tokens = reason, state.num_prompt
+        output.finish_reason = reason
+        output.computed_prompt_tokens = state.num_prompt
     return output
 
 
 def _ended(
     state: RequestState, reason: FinishReason, error: RequestError | None = None
 ) -> RequestOutput:
-    """The last output of a request that ends without a token."""
+    """Last output of a request that ends without a token."""
+    num_computed = max(state.place.cost.num_charged, state.cursor.num_complete)
     output = RequestOutput(
         request_id=state.request_id,
         prompt_logprobs=_prompt_logprobs(state) if reason == "length" else None,
         finish_reason=reason,
         error=error,
-        computed_prompt_tokens=min(max(state.num_charged, state.num_complete), state.num_prompt),
+        computed_prompt_tokens=min(num_computed, state.num_prompt),
     )
-    state.mark_first(output)
+    state.first_output.mark(output)
     return output
 
 
 def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
-    if not state.keeps_prompt_logprobs or state.num_computed == 0:
-        return None
-    state.sent_prompt_logprobs = True
-    return [None, *state.prompt_logprobs]
+    return state.first_output.take_prompt_logprobs() if state.pages.num_computed else None
 
 
 def _finish_reason(

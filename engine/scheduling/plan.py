@@ -1,13 +1,14 @@
-"""What one step shall do, as plain data: all that happens on the device follows from it.
+"""Plan of one step, as plain data: all that happens on the device follows from it.
 
-The scheduler makes the plan, the runner carries it out and asks nobody. It can be serialised and replayed.
+The scheduler makes the plan; the runner carries it out and asks nobody. A plan is for now: its block tables and token
+lists are those of the live requests, which go on to change, and the scheduler may reuse a chunk for a later step once
+its results are committed. To keep a plan longer, or to replay it, make a deep copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,28 +17,24 @@ from manylora.adapters.residency.slots import SlotLease
 from manylora.engine.request import RequestError, TokenLogprobs
 from manylora.engine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from manylora.engine.scheduling.request_state import RequestState
 
-
-@dataclass(
-    slots=True, kw_only=True
-)  # frozen ones take three times as long to make, and a step makes one a row
+# Frozen ones take three times as long to make, and a step makes one a row.
+@dataclass(slots=True, kw_only=True)
 class SampleSpec:
-    """How the token after a chunk is chosen."""
+    """Choice of the token after a chunk."""
 
     params: SamplingParams
     seed: int
     """The request's seed, drawn if the client gave none."""
     choice_index: int
     output_index: int
-    """How many tokens were generated before this one; the counter of the draw."""
+    """Tokens that were generated before this one; the counter of the draw."""
     prompt_token_ids: list[int] = field(default_factory=list)
     """Filled only when `params.needs_history`."""
     output_token_ids: list[int] = field(default_factory=list)
     """Filled only when `params.needs_history`, and for `params.bad_words`."""
     changes_logits: bool = field(init=False)
-    """Whether the sampler may have to change the logits, asked once for all steps of a row."""
+    """True if the sampler may have to change the logits; looked up once for all steps of a row."""
 
     def __post_init__(self) -> None:
         self.changes_logits = self.params.changes_logits
@@ -45,11 +42,7 @@ class SampleSpec:
 
 @dataclass(slots=True, kw_only=True)
 class Chunk:
-    """Consecutive tokens of one request that are computed in this step.
-
-    After the step is committed, the scheduler may reuse this object for a later step of the request. Copy it if you
-    need it longer than that.
-    """
+    """Consecutive tokens of one request that are computed in this step."""
 
     request_id: str
     token_ids: list[int]
@@ -109,9 +102,9 @@ class StepPlan:
     units: float = 0.0
     """Price of what is computed, where steps are kept to a length; else 0."""
     batch_units: float = 0.0
-    """The part of the batch lane."""
+    """Part of `units` that the batch lane causes."""
     has_interactive: bool = False
-    """Whether a row is not of the batch lane."""
+    """True if a row is not of the batch lane."""
 
     @property
     def num_tokens(self) -> int:
@@ -120,13 +113,13 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to move and nothing to compute."""
+        """True if there is nothing to move and nothing to compute."""
         return not (self.chunks or self.swap_out or self.zero_pages or self.swap_in or self.copies)
 
 
 @dataclass(slots=True, kw_only=True)
 class ChunkResult:
-    """What a step yielded for one chunk, in the order of the plan."""
+    """Result of one chunk; results are in the order of the plan."""
 
     request_id: str
     token_id: int | None = None
@@ -135,9 +128,9 @@ class ChunkResult:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One per entry of `prompt_targets`."""
     is_non_finite: bool = False
-    """Whether the model's scores were NaN or overflowed, which is the end of the request."""
+    """True if the model's scores were NaN or overflowed, which ends the request."""
     failure: RequestError | None = None
-    """Why its grammar leaves no token, which is its end too."""
+    """Error that says why its grammar leaves no token, which ends the request too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,21 +141,11 @@ class PlanBuilder:
     budget: int = 0
     """Tokens left for prompts."""
     prefilling: list[tuple[tuple[float, ...], int, bool]] = field(default_factory=list)
-    """Of each row whose prompt is not computed yet: its turn in the fair order, the tokens left, and whether it is in
+    """For each row whose prompt is not computed yet: its turn in the fair order, the tokens left, and whether it is in
     the batch lane."""
     needed: int = 0
     """Pages for the first tokens of requests whose adapters are on their way to the device."""
     promised: int = 0
     """Pages that are free once this step has swapped them out; requests that sit this step out get them."""
-    by_place: list[RequestState] | None = None
-    """Requests with pages, the most entitled first; None until somebody asks for others' pages."""
-    unobtainable: int | None = None
-    """The smallest number of pages that this plan failed to take from others."""
-    has_looked_for_slot: bool = False
-    """Whether the plan has looked for an adapter slot that others give up."""
     leaving_adapter: str | None = None
     """The adapter that gives up its slot: no request may start with it, or hold it, in this plan."""
-
-    def may_preempt(self, state: RequestState) -> bool:
-        """Whether a request with pages may lose them in this step: not what the step itself is to fill."""
-        return not state.is_protected and state.request_id not in self.plan.started

@@ -1,4 +1,4 @@
-"""Where pages come from when none are free: from holds of waiting requests, and from less entitled requests."""
+"""Taking pages when none are free: from holds of waiting requests, and from less entitled requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from manylora.engine.scheduling.request_state import RequestState
 from manylora.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
 
 PAUSED_DIVISOR = 2
-"""Paused requests keep one in so many pages of the pool at most; the next one to lose its row loses its pages too."""
+"""Paused requests keep at most one in this number of the pool's pages; the next to lose its row loses its pages too."""
 GROWTH_DIVISOR = 16
-"""Running requests keep a block each for themselves to grow into, but at most one in so many pages of the pool."""
+"""Running requests keep a block each to grow into, together at most one in this number of the pool's pages."""
 
 
 class Preemption:
@@ -28,6 +28,22 @@ class Preemption:
         self._kv = table.kv
         self._num_groups = table.kv.geometry.num_groups
         self._pool_pages = table.kv.pool.capacity
+        self._by_entitlement: list[RequestState] | None = None
+        """Requests with pages, the most entitled first; None until this plan asks for others' pages."""
+        self._unobtainable: int | None = None
+        """The smallest number of pages that this plan failed to take from others."""
+        self._has_looked_for_slot = False
+        """True if this plan has looked for an adapter slot that others give up."""
+
+    def begin_plan(self) -> None:
+        """Note that a plan is begun."""
+        self._by_entitlement = None
+        self._unobtainable = None
+        self._has_looked_for_slot = False
+
+    def forget_order(self) -> None:
+        """Note that rows changed hands."""
+        self._by_entitlement = None
 
     def room_to_grow(self) -> int:
         """Pages that admissions, and adapters on their way to the device, leave to those that run."""
@@ -36,26 +52,28 @@ class Preemption:
     def preempt(self, state: RequestState, draft: PlanBuilder | None) -> None:
         """Take the pages from a request; without a draft there is no step that could swap them out."""
         how = self._kv.preempt(state, draft)
-        self._table.stop(state, keeps_kv=how == "swap")
+        self._table.stop(state)
         self._table.preemptions[how] += 1
 
     def undo_start(self, state: RequestState, step: int) -> None:
         """Take the pages from a request that a failed step was to fill; nobody gets them, so it is no preemption."""
-        marks = state.num_preemptions, state.progress_mark
-        state.last_step = max(state.last_step, step)
+        pages = state.pages
+        num_preemptions = pages.num_preemptions
+        progress_mark = pages.progress_mark
+        pages.last_step = max(pages.last_step, step)
         self.preempt(state, None)
-        state.num_preemptions, state.progress_mark = marks
+        pages.num_preemptions = num_preemptions
+        pages.progress_mark = progress_mark
         self._table.preemptions["recompute"] -= 1
 
     def pause(self, state: RequestState, draft: PlanBuilder) -> None:
         """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
-        num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._order.paused))
-        if PAUSED_DIVISOR * num_blocks * self._num_groups > self._pool_pages and draft.may_preempt(
-            state
-        ):
+        num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._table.paused))
+        is_over = PAUSED_DIVISOR * num_blocks * self._num_groups > self._pool_pages
+        if is_over and _may_preempt(state, draft):
             self.preempt(state, draft)
         else:
-            self._order.stop(state)
+            self._table.pause(state)
 
     def grow(self, state: RequestState, num_tokens: int, draft: PlanBuilder) -> bool:
         """Give a request with a row pages for `num_tokens` tokens, if need be from what is idle and less entitled.
@@ -66,7 +84,7 @@ class Preemption:
             draft: The plan.
 
         Returns:
-            Whether it has them; if not, it keeps what it had.
+            True if it has them; if not, it keeps the pages it had.
         """
         count = self._kv.lacking(state, num_tokens)
         if count == 0:
@@ -78,9 +96,8 @@ class Preemption:
                     return False
                 self.preempt(victim, draft)
         if self._kv.grow(state, count, draft):
-            draft.plan.started.add(
-                state.request_id
-            )  # a batch may go before those that are more entitled to pages
+            # A batch may go before those that are more entitled to pages.
+            draft.plan.started.add(state.request_id)
             return True
         draft.promised += count
         return False
@@ -89,7 +106,7 @@ class Preemption:
         """Have pages come free for a waiting request, from those whose shares are far ahead of its own.
 
         Returns:
-            Whether somebody was preempted; nobody is where all of them together have too few.
+            True if a request was preempted; none is where all of them together have too few pages.
         """
         victims = self._victims(state, num_pages, draft)
         for victim in victims:
@@ -101,42 +118,42 @@ class Preemption:
     ) -> list[RequestState]:
         """Requests that give up pages until `num_pages` are there; none if they are already, or if all have too few."""
         lack = num_pages - self._kv.num_available
-        if lack <= 0 or (draft.unobtainable is not None and lack >= draft.unobtainable):
+        if lack <= 0 or (self._unobtainable is not None and lack >= self._unobtainable):
             return []
-        users = Counter(other.digest for other in self._table.running)
-        last_first = [
-            other for other in reversed(self._by_place(draft)) if other.status == "running"
-        ]
+        users = Counter(other.adapter.digest for other in self._table.running)
+        last_first = (
+            other.place
+            for other in reversed(self._most_entitled_first())
+            if other.status == "running" and _may_preempt(other, draft)
+        )
         victims = []
-        for other in self._order.yielding(state, filter(draft.may_preempt, last_first)):
+        for place in self._order.yielding(state.place, last_first):
+            other = self._table.requests[place.request_id]
+            digest = other.adapter.digest
             victims.append(other)
             lack -= self._kv.num_alone(other)
-            users[other.digest] -= 1
-            if (
-                other.digest is not None
-                and not users[other.digest]
-                and not self._waiting.holders_of(other.digest)
-            ):
-                lack -= other.adapter_pages or 0  # nobody uses its adapter any more
+            users[digest] -= 1
+            if digest is not None and not users[digest] and not self._waiting.holders_of(digest):
+                lack -= other.adapter.num_pages or 0  # nobody uses its adapter any more
             if lack <= 0:
                 return victims
-        draft.unobtainable = num_pages - self._kv.num_available
+        self._unobtainable = num_pages - self._kv.num_available
         return []
 
     def has_room_for_adapter(self, state: RequestState, draft: PlanBuilder) -> bool:
-        """Whether there are pages for the adapter of a waiting request and for what it computes first, or could be.
+        """True if there are, or could be, pages for a waiting request's adapter and for the first tokens it computes.
 
         An adapter that came without them would lose its pages to what the running requests grow, and come again. One
         of unknown size is read in any case. A request that is overdue gets the pages that come free.
         """
         if (
-            state.adapter_pages is None
+            state.adapter.num_pages is None
             or state.num_bypasses >= MAX_BYPASSES
             or not self._table.running
         ):
             return True
         num_pages = (
-            state.adapter_pages
+            state.adapter.num_pages
             + self.pages_to_start(state, draft)
             + draft.needed
             + self.room_to_grow()
@@ -151,15 +168,15 @@ class Preemption:
 
     def make_way_for_adapter(self, state: RequestState, draft: PlanBuilder) -> None:
         """Have pages, or a slot, come free for the adapter of a waiting request."""
-        num_pages = (state.adapter_pages or 0) + self.room_to_grow()
+        num_pages = (state.adapter.num_pages or 0) + self.room_to_grow()
         self.make_way(state, num_pages, draft)
         if (
-            draft.has_looked_for_slot
+            self._has_looked_for_slot
             or self._kv.num_available < num_pages
             or self._waiting.is_unread(state)
         ):
             return
-        draft.has_looked_for_slot = True
+        self._has_looked_for_slot = True
         if self._table.residency.lacks_slot:
             self._make_slot(state, draft)
 
@@ -167,13 +184,13 @@ class Preemption:
         """Have the fewest requests give an adapter up that all are far ahead of this one."""
         users: dict[str, list[RequestState]] = {}
         for other in self._table.running:
-            if other.digest is not None:
-                users.setdefault(other.digest, []).append(other)
+            if other.adapter.digest is not None:
+                users.setdefault(other.adapter.digest, []).append(other)
         for digest, running in sorted(users.items(), key=lambda item: len(item[1])):
-            group = [*running, *self._waiting.holders_of(digest)]
-            if all(map(draft.may_preempt, running)) and len(
-                list(self._order.yielding(state, group))
-            ) == len(group):
+            if not all(_may_preempt(other, draft) for other in running):
+                continue
+            group = [other.place for other in (*running, *self._waiting.holders_of(digest))]
+            if len(list(self._order.yielding(state.place, group))) == len(group):
                 for victim in running:
                     self.preempt(victim, draft)
                 self._waiting.release_holds(digest)
@@ -181,20 +198,25 @@ class Preemption:
                 return
 
     def _less_entitled(self, state: RequestState, draft: PlanBuilder) -> RequestState | None:
-        """The request to preempt for the growth of `state`: the least entitled one behind it, paused ones first."""
-        by_place = self._by_place(draft)
-        while by_place and not (
-            by_place[-1].status == "running" and draft.may_preempt(by_place[-1])
-        ):
-            by_place.pop()
-        return (
-            by_place[-1]
-            if by_place and self._order.place(by_place[-1]) > self._order.place(state)
-            else None
-        )
+        """Request to preempt for the growth of `state`: the least entitled one behind it, paused ones first."""
+        others = self._most_entitled_first()
+        while others and not (others[-1].status == "running" and _may_preempt(others[-1], draft)):
+            others.pop()
+        entitlement = self._order.entitlement
+        if others and entitlement(others[-1].place) > entitlement(state.place):
+            return others[-1]
+        return None
 
-    def _by_place(self, draft: PlanBuilder) -> list[RequestState]:
+    def _most_entitled_first(self) -> list[RequestState]:
         """Requests with pages, the most entitled first, as of the first time that the plan asks."""
-        if draft.by_place is None:
-            draft.by_place = sorted(self._table.running, key=self._order.place)
-        return draft.by_place
+        if self._by_entitlement is None:
+            entitlement = self._order.entitlement
+            self._by_entitlement = sorted(
+                self._table.running, key=lambda state: entitlement(state.place)
+            )
+        return self._by_entitlement
+
+
+def _may_preempt(state: RequestState, draft: PlanBuilder) -> bool:
+    """True if a request with pages may lose them: it is not protected, and this step is not to fill them."""
+    return not state.pages.is_protected and state.request_id not in draft.plan.started

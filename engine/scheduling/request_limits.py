@@ -1,4 +1,4 @@
-"""Whether the model can compute a request at all. Knows nothing of pages and of the queue."""
+"""Limits of the model, and the refusal of requests that it cannot compute. Knows nothing of pages and of the queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manylora.errors import ContextLengthError, InvalidRequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What the model bounds."""
+    """Limits of the model."""
 
     max_model_len: int
     """Longest prompt plus output, in tokens."""
@@ -27,18 +27,16 @@ def kv_tokens(request: GenerationRequest) -> int:
 
 
 def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
-    """Refuse what the model cannot compute.
+    """Refuse a request that the model cannot compute.
 
     Raises:
         InvalidRequestError: The prompt is empty, a token id is unknown, a weight is not positive, or there are more
             generated tokens than wanted.
         ContextLengthError: Prompt plus `max_tokens` exceed the model's length.
     """
-    prompt, generated, params = (
-        request.prompt_token_ids,
-        request.generated_token_ids,
-        request.params,
-    )
+    prompt = request.prompt_token_ids
+    generated = request.generated_token_ids
+    params = request.params
     if not prompt:
         raise InvalidRequestError("prompt must have at least one token, got none.", param="prompt")
     if not request.flow.weight > 0:
@@ -65,7 +63,8 @@ def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
 def _check_vocabulary(param: str, token_ids: Collection[int], vocab_size: int) -> None:
     if not token_ids:
         return
-    lowest, highest = min(token_ids), max(token_ids)
+    lowest = min(token_ids)
+    highest = max(token_ids)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""All requests of the engine: each is either waiting or running, and in the fair order, with its pages and lease.
+"""Table of all requests of the engine: each is either waiting or running, and in the fair order.
 
 Other modules decide when a request moves from one state to another. This one updates all records of it at once.
 """
@@ -24,10 +24,10 @@ SPARE_ENTRIES = 64
 
 
 class Deadlines:
-    """The seconds by which requests must start.
+    """Seconds by which requests must start.
 
     Args:
-        requests: All that live, by id.
+        requests: Requests that live, by id.
     """
 
     def __init__(self, requests: Mapping[str, RequestState]) -> None:
@@ -36,8 +36,8 @@ class Deadlines:
         """(second, arrival, request)."""
 
     def add(self, state: RequestState, expires_s: float) -> None:
-        """A request arrived that is to start by then."""
-        heapq.heappush(self._heap, (expires_s, state.arrival_index, state.request_id))
+        """Take note of a request that is to start by a second."""
+        heapq.heappush(self._heap, (expires_s, state.place.arrival_index, state.request_id))
         if len(self._heap) > 2 * len(self._requests) + SPARE_ENTRIES:
             self._heap = [entry for entry in self._heap if self._awaits(entry) is not None]
             heapq.heapify(self._heap)
@@ -50,31 +50,29 @@ class Deadlines:
                 yield state
 
     def _awaits(self, entry: tuple[float, float, str]) -> RequestState | None:
-        """The request that is still to start by a deadline."""
+        """Request that is still to start by a deadline."""
         state = self._requests.get(entry[2])
-        return (
-            None if state is None or state.arrival_index != entry[1] or state.has_started else state
-        )
+        if state is None or state.place.arrival_index != entry[1] or state.place.has_started:
+            return None
+        return state
 
 
 class WaitingQueue:
     """All waiting requests. A hold keeps an adapter coming to the device, or on it, for a request near the front.
 
     Args:
-        residency: Where adapters are.
+        residency: Brings adapters to the device.
     """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._states: dict[str, RequestState] = {}
         self._holders: dict[str, dict[str, RequestState]] = {}
-        """Those with a hold, by adapter and request."""
+        """Requests with a hold, by adapter and request."""
         self._overdue: dict[str, RequestState] = {}
-        """Those that were overtaken as often as may be."""
+        """Requests that were overtaken in `MAX_BYPASSES` steps."""
         self.has_changed = False
-        """Whether a request came; the reader resets it."""
-        self.by_tenant: Counter[str] = Counter()
-        """How many wait, by tenant; only tenants that have some."""
+        """True if a request came; the reader resets it."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -86,47 +84,41 @@ class WaitingQueue:
         """Let a request wait."""
         self._states[state.request_id] = state
         self.has_changed = True
-        self.by_tenant[state.tenant] += 1
 
     def remove(self, state: RequestState) -> None:
-        """It no longer waits; its hold goes too."""
+        """Let a request wait no longer; its hold goes too."""
         del self._states[state.request_id]
-        self.by_tenant[state.tenant] -= 1
-        if not self.by_tenant[state.tenant]:
-            del self.by_tenant[state.tenant]
         self._overdue.pop(state.request_id, None)
         self._unhold(state)
 
     def bypass(self, state: RequestState, count: int = 1) -> None:
-        """Others were admitted past it `count` times."""
+        """Count that others were admitted past a request, `count` times."""
         state.num_bypasses += count
         if state.num_bypasses >= MAX_BYPASSES:
             self._overdue[state.request_id] = state
 
     def overdue(self) -> list[RequestState]:
-        """Those that were overtaken as often as may be, the oldest first: nobody behind them may be admitted now.
+        """Requests overtaken in `MAX_BYPASSES` steps, the oldest first: nobody behind them may be admitted now.
 
         A request keeps nobody else waiting while its adapter is still to be read: pages would not help it.
         """
         overdue = [state for state in self._overdue.values() if not self.is_unread(state)]
-        return sorted(overdue, key=lambda state: state.age_key)
+        return sorted(overdue, key=lambda state: state.place.age_key)
 
     def is_unread(self, state: RequestState) -> bool:
-        """Whether its adapter is still to be read from the store, which pages would not shorten."""
-        return state.digest is not None and self._residency.state(state.digest) == "stored"
+        """True if its adapter is still to be read from the store, which pages would not shorten."""
+        digest = state.adapter.digest
+        return digest is not None and self._residency.state(digest) == "stored"
 
     def hold(self, state: RequestState) -> None:
         """Have the request's adapter loaded and kept for it."""
-        if not state.is_holding and state.request.adapter is not None:
-            adapter = state.request.adapter
-            if (
-                adapter.digest not in self._holders
-                and self._residency.state(adapter.digest) != "device"
-            ):
-                state.caused_load = True
-            self._residency.hold(adapter)
-            state.is_holding = True
-            self._holders.setdefault(adapter.digest, {})[state.request_id] = state
+        ref = state.request.adapter
+        if not state.adapter.is_holding and ref is not None:
+            if ref.digest not in self._holders and self._residency.state(ref.digest) != "device":
+                state.place.cost.owes_load = True
+            self._residency.hold(ref)
+            state.adapter.is_holding = True
+            self._holders.setdefault(ref.digest, {})[state.request_id] = state
 
     def holders_of(self, digest: str) -> list[RequestState]:
         """Requests that hold an adapter."""
@@ -139,11 +131,11 @@ class WaitingQueue:
 
     def pass_load_on(self, state: RequestState) -> bool:
         """Have another request that holds the same adapter be charged for its load; False where there is none."""
-        heir = next(
-            (other for other in self.holders_of(state.digest or "") if other is not state), None
-        )
+        holders = self.holders_of(state.adapter.digest or "")
+        heir = next((other for other in holders if other is not state), None)
         if heir is not None:
-            state.caused_load, heir.caused_load = False, True
+            state.place.cost.owes_load = False
+            heir.place.cost.owes_load = True
         return heir is not None
 
     def yield_hold(self) -> bool:
@@ -151,10 +143,10 @@ class WaitingQueue:
         with_pages = [
             state
             for state in self._all_holders()
-            if self._residency.state(state.digest or "") == "device"
+            if self._residency.state(state.adapter.digest or "") == "device"
         ]
         if with_pages:
-            self._unhold(max(with_pages, key=lambda state: state.age_key))
+            self._unhold(max(with_pages, key=lambda state: state.place.age_key))
         return bool(with_pages)
 
     def drop_holds(self, is_kept: Callable[[RequestState], bool]) -> None:
@@ -171,25 +163,26 @@ class WaitingQueue:
         return dict(Counter(state.waiting_reason for state in self))
 
     def _unhold(self, state: RequestState) -> None:
-        if state.is_holding and state.digest is not None:
-            state.is_holding = False
-            del self._holders[state.digest][state.request_id]
-            if not self._holders[state.digest]:
-                del self._holders[state.digest]
-            self._residency.release_hold(state.digest)
+        digest = state.adapter.digest
+        if state.adapter.is_holding and digest is not None:
+            state.adapter.is_holding = False
+            del self._holders[digest][state.request_id]
+            if not self._holders[digest]:
+                del self._holders[digest]
+            self._residency.release_hold(digest)
 
     def _all_holders(self) -> Iterator[RequestState]:
         return chain.from_iterable(map(dict.values, self._holders.values()))
 
 
 class RequestTable:
-    """The requests and everything that keeps a record of them.
+    """Requests of the engine, and everything that keeps a record of them.
 
     Args:
-        order: Who is next for a row.
-        service: What tenants were given and still ask for.
+        order: Names the request that is next for a row.
+        service: Counts the work that tenants were given and still ask for.
         kv: Pages of requests.
-        residency: Where adapters are.
+        residency: Brings adapters to the device.
         max_rows: Most requests in a step.
     """
 
@@ -208,15 +201,19 @@ class RequestTable:
         self.max_rows = max_rows
         self.requests: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(residency)
-        """Those without pages."""
+        """Requests without pages."""
         self.running: list[RequestState] = []
-        """Those with pages, in the step or paused."""
+        """Requests with pages, in the step or paused."""
+        self.paused: set[RequestState] = set()
+        """Requests with pages and without a row."""
         self.parked: dict[str, RequestState] = {}
         """Waiting requests whose grammars are being compiled: the fair order does not know them yet."""
-        self.num_grammars = 0
-        """Requests that have a grammar."""
+        self.num_dependent = 0
+        """Requests whose chunks may need results of the chunks before them."""
         self.prefilling: set[RequestState] = set()
         """Running requests that have more to compute than their last token."""
+        self._protected: set[RequestState] = set()
+        """Running requests that keep their rows, because they have not made progress since a preemption."""
         self.preemptions: dict[str, int] = dict.fromkeys(PREEMPTIONS, 0)
         """Preemptions since start, by how the request gets its KV cache back."""
 
@@ -227,88 +224,112 @@ class RequestTable:
 
     @property
     def has_free_row(self) -> bool:
-        """Whether one more request fits in the step."""
+        """True if one more request fits in the step."""
         return self.num_rows < self.max_rows
 
     def rows(self) -> list[RequestState]:
         """Requests in the step."""
-        return [state for state in self.running if state.has_row]
+        return [state for state in self.running if state.place.has_row]
+
+    def units_left(self, state: RequestState) -> float:
+        """Predicted price of the tokens that are still to be computed for a request."""
+        return self.service.units_left(
+            state.place.cost, state.pages.num_computed, len(state.output_token_ids)
+        )
 
     def enter(self, state: RequestState, *, is_parked: bool = False) -> None:
-        """A request arrives, to wait; one that is parked, until `unpark`."""
+        """Take in a request, to wait; one that is parked, until `unpark`."""
         self.requests[state.request_id] = state
-        self.num_grammars += state.request.grammar is not None
-        self.service.arrive(state)
+        self.num_dependent += state.may_need_results
+        self.service.arrive(state.place)
         if is_parked:
-            self.parked[state.request_id], state.waiting_reason = state, "GRAMMAR"
+            self.parked[state.request_id] = state
+            state.waiting_reason = "GRAMMAR"
         else:
-            self.order.enter(state)
+            self.order.enter(state.place)
         self.wait(state)
 
     def unpark(self, state: RequestState) -> None:
-        """A parked request may get a row from now on."""
+        """Let a parked request have a row from now on."""
         del self.parked[state.request_id]
         state.waiting_reason = "NEW"
-        self.order.enter(state)
+        self.order.enter(state.place)
         self.waiting.has_changed = True
 
     def wait(self, state: RequestState) -> None:
-        """A request waits from now on."""
+        """Let a request wait from now on."""
         self.waiting.add(state)
-        self.service.wait(state)
+        self.service.wait(state.place, self.units_left(state))
 
     def run(self, state: RequestState) -> None:
-        """A waiting request has its pages and its lease, and gets a row."""
+        """Give a row to a waiting request that has its pages and its lease."""
         self.waiting.remove(state)
-        self.service.stop_waiting(state)
-        state.status, state.num_bypasses, state.leader = "running", 0, None
+        self.service.stop_waiting(state.place)
+        state.status = "running"
+        state.num_bypasses = 0
+        state.source = None
         self.running.append(state)
-        self.order.start(state)
+        self.order.start(state.place)
         if state.num_left > 1:
             self.prefilling.add(state)
+        if state.pages.is_protected:
+            state.place.is_protected = True
+            self._protected.add(state)
+
+    def pause(self, state: RequestState) -> None:
+        """Take the row from a request, which keeps its pages."""
+        self.order.stop(state.place)
+        self.paused.add(state)
+
+    def resume(self, state: RequestState) -> None:
+        """Give a row to a paused request."""
+        self.order.start(state.place)
+        self.paused.discard(state)
 
     def note_progress(self) -> None:
-        """Chunks were planned: some requests have no more to compute than their last token."""
+        """Take note that chunks were planned, after which requests may be past their prompts, or past protection."""
         if self.prefilling:
             self.prefilling = {state for state in self.prefilling if state.num_left > 1}
+        for state in [state for state in self._protected if not state.pages.is_protected]:
+            self._unprotect(state)
 
-    def stop(self, state: RequestState, *, keeps_kv: bool) -> None:
-        """A running request, which gave its device pages up, goes back to waiting."""
+    def stop(self, state: RequestState) -> None:
+        """Let a running request wait again, which gave its device pages up."""
         self.release_lease(state)
-        self.running.remove(state)
-        self.prefilling.discard(state)
+        self._stop_running(state)
         state.restart()
-        if not keeps_kv:
+        if state.pages.swapped is None:
             state.lose_kv()
-        self.order.stop(state)
+        if state.place.has_row:
+            self.order.stop(state.place)
         self.wait(state)
 
     def remove(self, state: RequestState) -> None:
-        """A request has ended; what it has goes back."""
+        """Take back everything from a request that has ended."""
         del self.requests[state.request_id]
-        self.num_grammars -= state.request.grammar is not None
+        self.num_dependent -= state.may_need_results
         self._charge_load(state)
         if self.parked.pop(state.request_id, None) is None:
-            self.order.leave(state)
+            self.order.leave(state.place)
         if state.status == "waiting":
             self.waiting.remove(state)
-            self.service.stop_waiting(state)
+            self.service.stop_waiting(state.place)
             self.kv.forget_swapped(state)
         else:
-            self.running.remove(state)
-            self.prefilling.discard(state)
-            self.kv.free(state, state.last_step)
+            self._stop_running(state)
+            self.kv.free(state, state.pages.last_step)
             self.release_lease(state)  # only now: cached blocks of an adapter go with it
-        self.service.note_end(state)
+        self.service.leave(state.place, is_request=not state.is_beam_fork)
 
     def release_lease(self, state: RequestState) -> None:
         """Give the running reference to its adapter back, if it has one."""
-        if state.lease is not None:
-            self.residency.release(state.lease.digest, state.last_step)
-            state.lease = None
+        adapter = state.adapter
+        if adapter.lease is not None:
+            self.residency.release(adapter.lease.digest, state.pages.last_step)
+            adapter.lease = None
 
     def lose_swapped(self, step: int) -> None:
-        """A step failed that should have copied pages to the host: their requests compute those tokens again."""
+        """Have tokens computed again whose pages a failed step should have copied to the host."""
         for state in self.waiting:
             if state.pages.swapped is not None and state.pages.swapped.step == step:
                 self.kv.forget_swapped(state)
@@ -334,27 +355,43 @@ class RequestTable:
         ):
             raise EngineError("the fair order has other requests, or more rows than a step")
         if any(
-            state.num_coming > len(state.in_flight) or len(state.in_flight) > num_steps
+            state.cursor.num_coming > len(state.cursor.in_flight)
+            or len(state.cursor.in_flight) > num_steps
             for state in self.requests.values()
         ):
             raise EngineError("a request waits for results of a step that is not in flight")
         for state in self.waiting:
-            if state.status != "waiting" or state.lease is not None or state.has_row:
+            if state.status != "waiting" or state.adapter.lease is not None or state.place.has_row:
                 raise EngineError("a waiting request holds a lease or a row")
-            if state.num_computed and state.pages.swapped is None:
+            if state.pages.num_computed and state.pages.swapped is None:
                 raise EngineError("a waiting request counts tokens as computed that are nowhere")
         for state in self.running:
+            adapter = state.adapter
+            has_lease = adapter.lease is not None
             if (
                 state.status != "running"
-                or state.is_holding
-                or (state.lease is None) != (state.digest is None)
+                or adapter.is_holding
+                or has_lease == (adapter.digest is None)
             ):
                 raise EngineError("a running request has no lease, or still a hold")
+            if state.place.is_protected != state.pages.is_protected:
+                raise EngineError("the fair order does not know which requests keep their rows")
         self.kv.check(self.running, list(self.waiting))
 
     def _charge_load(self, state: RequestState) -> None:
         """Charge the load that a request caused which ends before it ran with the adapter."""
-        if not state.caused_load or state.digest is None or self.waiting.pass_load_on(state):
+        digest = state.adapter.digest
+        if not state.place.cost.owes_load or digest is None or self.waiting.pass_load_on(state):
             return
-        if self.residency.state(state.digest) == "device":
-            self.order.charge(self.service.charge_load(state))
+        if self.residency.state(digest) == "device":
+            self.order.charge(self.service.charge_load(state.place))
+
+    def _stop_running(self, state: RequestState) -> None:
+        self.running.remove(state)
+        self.paused.discard(state)
+        self.prefilling.discard(state)
+        self._unprotect(state)
+
+    def _unprotect(self, state: RequestState) -> None:
+        state.place.is_protected = False
+        self._protected.discard(state)

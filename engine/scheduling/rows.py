@@ -21,9 +21,9 @@ LOOK_AHEAD = 64
 GLANCE = 4
 """Requests looked at in a step once its rows are all taken: where the most entitled get no row, others hardly do."""
 GLANCE_STEPS = 4
-"""While all rows are taken and nothing changes, requests are looked at every so many steps."""
+"""Steps from one look at requests to the next, while all rows are taken and nothing changes."""
 WHOLE_LOOK_STEPS = 8
-"""While all rows are taken, the whole look-ahead is looked at, and its adapters are loaded, every so many steps."""
+"""Steps from one look at the whole look-ahead to the next, while all rows are taken; its adapters are loaded then."""
 
 MAX_STALLS = 16
 """Empty plans in a row, while no copy or load runs, after which the first request in line is refused."""
@@ -35,13 +35,13 @@ class Rows:
 
     table: RequestTable
     preemption: Preemption
-    """Where pages and rows come from that others have."""
+    """Takes pages and rows from others."""
     clock: Callable[[], float]
     """Monotonic seconds."""
     finish: Callable[[str, FinishReason, RequestError], None]
     """Ends a request that can never be served."""
     is_draining: bool = False
-    """Whether only requests that have started get rows."""
+    """True if only requests that have started get rows."""
 
     def __post_init__(self) -> None:
         self._order = self.table.order
@@ -65,9 +65,9 @@ class Rows:
         self._waiting.has_changed = False
         prefilling = self.table.prefilling
         draft.prefilling = [
-            (self._order.turn(state), state.num_left, state.in_batch_lane)
+            (self._order.turn(state.place), state.num_left, state.place.in_batch_lane)
             for state in prefilling
-            if state.has_row
+            if state.place.has_row
         ]
         overdue = [state for state in self._waiting.overdue() if self._may_run(state)]
         looked = {state.request_id: state for state in overdue[:1]}
@@ -77,11 +77,12 @@ class Rows:
         num_bypassed = num_glanced = 0
         num_looked = LOOK_AHEAD + self.table.max_rows - self.table.num_rows
         line = self._order.candidates(self._order.num_queued if self.is_draining else num_looked)
-        for state in line:
+        for place in line:
+            state = self.table.requests[place.request_id]
             reason: WaitingReason | None = None
             # Requests that are overdue keep waiting those that are not far more entitled.
             if state.status == "running" or all(
-                self._order.is_behind(late, state) for late in overdue
+                self._order.is_behind(late.place, place) for late in overdue
             ):
                 looked[state.request_id] = state
                 reason = self._try_row(state, draft)
@@ -100,45 +101,51 @@ class Rows:
         if has_room or is_whole_look:
             self._waiting.drop_holds(lambda state: state.request_id in looked)
             self._residency.expect(
-                [state.digest for state in looked.values() if state.digest and state.is_holding]
+                [
+                    digest
+                    for state in looked.values()
+                    if (digest := state.adapter.digest) and state.adapter.is_holding
+                ]
             )
 
     def waits_for_leader(self, state: RequestState) -> bool:
-        """Whether a fork waits for what it takes from its leader; one that cannot have it any more goes on alone."""
-        leader = state.leader
-        if leader is None:
+        """True if a fork waits for tokens of its leader; a fork that cannot have them any more goes on alone."""
+        source = state.source
+        if source is None:
             return False
+        leader = source.leader
         is_without_pages = (
-            leader.num_preemptions if state.beam is None else leader.status == "waiting"
+            leader.pages.num_preemptions if state.beam is None else leader.status == "waiting"
         )
         if (
             self.table.requests.get(leader.request_id) is not leader
             or is_without_pages
-            or state.num_preemptions
+            or state.pages.num_preemptions
         ):
-            state.leader = None
+            state.source = None
             return False
-        return leader.num_complete < state.num_shared
+        return leader.cursor.num_complete < source.num_tokens
 
     def end_stall(self) -> None:
-        """Something was computed."""
+        """Note that something was computed."""
         self._num_stalls = 0
 
     def resolve_stall(self, draft: PlanBuilder) -> None:
-        """Change what is in the way of the first in line, which may give the plan something to do."""
+        """Remove an obstacle of the first in line, which may give the plan something to do."""
         first = self._first_in_line()
         waiting = self._waiting
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
         if first is None or self._kv.pool.num_quarantined or self._residency.is_copying:
             return
-        waiting.drop_holds(lambda state: state.digest == first.digest)
+        waiting.drop_holds(lambda state: state.adapter.digest == first.adapter.digest)
         if first.status == "waiting":
             waiting.bypass(first, MAX_BYPASSES)
         in_the_way = [
             state for state in self.table.running if state.is_idle and not _are_beams(state, first)
         ]
         if in_the_way:
-            self.preemption.preempt(max(in_the_way, key=self._order.place), draft)
+            last = max(in_the_way, key=lambda state: self._order.entitlement(state.place))
+            self.preemption.preempt(last, draft)
             return
         self._num_stalls += 1
         if self._num_stalls > MAX_STALLS:
@@ -149,10 +156,10 @@ class Rows:
             self.finish(first.request_id, "error", request_error(error))
 
     def _may_run(self, state: RequestState) -> bool:
-        return state.has_started or not self.is_draining
+        return state.place.has_started or not self.is_draining
 
     def _first_in_line(self) -> RequestState | None:
-        """The most entitled that runs and is not idle, or else of those that idle ones wait for, or of all."""
+        """Most entitled request that runs and is not idle, or else of those that idle ones wait for, or of all."""
         table = self.table
         running = [state for state in table.running if not state.is_idle]
         awaited = [
@@ -162,54 +169,60 @@ class Rows:
         ]
         begun = running or [state for state in awaited if not state.is_idle]
         if begun:
-            return min(begun, key=table.order.place)
+            return min(begun, key=lambda state: table.order.entitlement(state.place))
         line = table.order.candidates(LOOK_AHEAD)
-        able = (state for state in line if self._may_run(state) and not state.is_idle)
+        looked = (table.requests[place.request_id] for place in line)
+        able = (state for state in looked if self._may_run(state) and not state.is_idle)
         first = next((state for state in able if not table.waiting.is_unread(state)), None)
         line.close()
         return first
 
     def _try_row(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
-        """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
+        """Give a request a row, and pages if it has none; or note and return the reason why not."""
         is_waiting = state.status == "waiting"
         reason = self._why_not(state, draft) if is_waiting else "FORK" if state.is_idle else None
         if reason is None:
-            row = None if self.table.has_free_row else self._order.row_for(state)
+            row = None if self.table.has_free_row else self._row_for(state)
             if row is None and not self.table.has_free_row:
                 reason = "NEW"
             elif is_waiting:
                 reason = self._start(state, row, draft)
             else:
                 self._take_row(row, draft)
-                self._order.start(state)
-        elif reason == "NO_ROOM" and state.is_holding:
+                self.table.resume(state)
+        elif reason == "NO_ROOM" and state.adapter.is_holding:
             self.preemption.make_way_for_adapter(state, draft)
         if reason is not None and state.status == "waiting":
             state.waiting_reason = reason
             if reason in ("LOADING", "NO_ROOM"):
-                self._order.pass_over(state)
+                self._order.pass_over(state.place)
         return reason
 
     def _waits_for_read(self, state: RequestState) -> bool:
-        return state.is_holding and self._waiting.is_unread(state)
+        return state.adapter.is_holding and self._waiting.is_unread(state)
+
+    def _row_for(self, state: RequestState) -> RequestState | None:
+        """Request in the step that makes way for this one."""
+        row = self._order.row_for(state.place)
+        return None if row is None else self.table.requests[row.request_id]
 
     def _take_row(self, row: RequestState | None, draft: PlanBuilder) -> None:
-        if row is not None and row.has_row:  # else it was preempted for its pages
+        if row is not None and row.place.has_row:  # else it was preempted for its pages
             self.preemption.pause(row, draft)
 
     def _why_not(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
-        """What a waiting request lacks besides a row and pages for its tokens."""
+        """Reason why a waiting request cannot start, besides a row and pages for its tokens."""
         adapter = state.request.adapter
         if state.is_idle:
             return "FORK"
-        if state.in_flight or not self._may_run(state):
+        if state.cursor.in_flight or not self._may_run(state):
             return "NEW"
         if adapter is not None:
             if not self._check_fits(state):
                 return "NEW"
             if adapter.digest == draft.leaving_adapter:
                 return "NO_ROOM"
-            may_hold = state.is_holding or self._residency.state(adapter.digest) == "device"
+            may_hold = state.adapter.is_holding or self._residency.state(adapter.digest) == "device"
             if not may_hold and not self.preemption.has_room_for_adapter(state, draft):
                 return "NO_ROOM"
             self._waiting.hold(state)
@@ -222,10 +235,13 @@ class Rows:
 
     def _check_fits(self, state: RequestState) -> bool:
         """Refuse a request once it is known that its adapter leaves no room for it even in an empty pool."""
-        if state.adapter_pages is None and state.request.adapter is not None:
-            state.adapter_pages = self._residency.pages_needed(state.request.adapter)
+        ref = state.request.adapter
+        if state.adapter.num_pages is None and ref is not None:
+            num_pages = self._residency.pages_needed(ref)
+            state.adapter.num_pages = num_pages
+            state.place.cost.load_units = self.table.service.prices.load(num_pages)
             try:
-                self._kv.check_fits(state.request, state.adapter_pages)
+                self._kv.check_fits(state.request, num_pages)
             except NeverFitsError as error:
                 self.finish(state.request_id, "error", request_error(error))
                 return False
@@ -235,36 +251,36 @@ class Rows:
         self, state: RequestState, row: RequestState | None, draft: PlanBuilder
     ) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
-        turn = self._order.turn(state)
+        turn = self._order.turn(state.place)
         # Prompts of the batch lane that are ahead have few tokens in a step with interactive requests.
         num_ahead = sum(
             left
             for other, left, is_batch in draft.prefilling
-            if other < turn and (state.in_batch_lane or not is_batch)
+            if other < turn and (state.place.in_batch_lane or not is_batch)
         )
-        is_free = (
-            state.beam is not None and state.leader is not None
-        )  # one token, like those that decode
+        # A fork of a beam computes one token, like requests that decode.
+        is_free = state.beam is not None and state.source is not None
         if num_ahead >= draft.budget and not is_free:
             return "NEW"
-        if state.digest is not None:
-            state.lease = self._residency.acquire(state.digest)
-            if state.lease is None:
-                return self._residency.waiting_reason(state.digest)
+        adapter = state.adapter
+        if adapter.digest is not None:
+            adapter.lease = self._residency.acquire(adapter.digest)
+            if adapter.lease is None:
+                return self._residency.waiting_reason(adapter.digest)
         hit = self._kv.prefix_hit(state)
         count = 1 if is_free else min(state.num_tokens - hit.num_tokens, draft.budget - num_ahead)
         num_tokens = max(hit.num_tokens + count, state.tokens_to_reserve)
         if not self._find_pages(state, hit, num_tokens, draft):
-            if state.lease is not None:
-                self._residency.release(state.lease.digest)  # no step has used it
-                state.lease = None
+            if adapter.lease is not None:
+                self._residency.release(adapter.lease.digest)  # no step has used it
+                adapter.lease = None
             return "NO_PAGES"
         self._take_row(row, draft)
         self.table.run(state)
         if state.num_left > 1:
-            draft.prefilling.append((turn, state.num_left, state.in_batch_lane))
+            draft.prefilling.append((turn, state.num_left, state.place.in_batch_lane))
         draft.plan.started.add(state.request_id)
-        if state.queue_s is None:
+        if state.first_output.queue_s is None:
             self._note_first_start(state)
         return None
 
@@ -288,14 +304,15 @@ class Rows:
         return hit.num_tokens < num_tokens and self._kv.start(state, hit, num_tokens, room, draft)
 
     def _note_first_start(self, state: RequestState) -> None:
-        state.queue_s = self.clock() - state.arrived_s
-        state.num_cached = min(state.num_computed, state.num_prompt)
-        if not state.keeps_prompt_logprobs:
-            self._kv.note_lookup(state.num_prompt, state.num_cached)
+        first_output = state.first_output
+        first_output.queue_s = self.clock() - state.place.arrived_s
+        first_output.num_cached = min(state.pages.num_computed, state.num_prompt)
+        if not first_output.keeps_prompt_logprobs:
+            self._kv.note_lookup(state.num_prompt, first_output.num_cached)
 
 
 def _are_beams(state: RequestState, other: RequestState) -> bool:
-    """Whether both are beams of one search."""
+    """True if both are beams of one search."""
     return (
         state.beam is not None
         and other.beam is not None

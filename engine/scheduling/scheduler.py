@@ -1,11 +1,11 @@
 """Decides what each step computes. Knows pages, digests and tokens; no tensors, no names, no transport.
 
-A step has at most `max_running` rows, one per request; more requests may have pages. One with pages and without a row
-is paused. The fair order (`manylora.engine.fairness.fair_order`) chooses who gets the rows. docs/scheduling.md says
-what a step is, what always holds, and why every request moves on.
+A step has at most `max_running` rows, one per request; more requests may have pages. A request with pages and without a
+row is paused. The fair order (`manylora.engine.fairness.fair_order`) gives out the rows. docs/scheduling.md explains a
+step, the invariants, and why every request moves on.
 
-`request_table` says where each request is, `rows` gives out the rows and acts when nothing can be computed, `chunks`
-says what each row computes, `preemption` takes pages from others, and `outcomes` takes in what steps yield.
+`request_table` keeps the state of each request, `rows` gives out the rows and acts when nothing can be computed,
+`chunks` plans the tokens of each row, `preemption` takes pages from others, and `outcomes` takes in the results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from manylora.config import SchedulerConfig
 from manylora.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
 from manylora.engine.fairness.inner_order import inner_order
 from manylora.engine.fairness.lengths import Lengths
+from manylora.engine.fairness.place import FairPlace, RequestCost
 from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.engine.fairness.tenant_service import TenantService
 from manylora.engine.request import (
     EXPIRED,
@@ -35,18 +37,19 @@ from manylora.engine.request import (
 )
 from manylora.engine.scheduling.beam import BeamSearch
 from manylora.engine.scheduling.chunks import Chunks
+from manylora.engine.scheduling.first_output import FirstOutput
 from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.outcomes import Outcomes
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, PlanBuilder, StepPlan
 from manylora.engine.scheduling.preemption import Preemption
 from manylora.engine.scheduling.request_limits import ModelLimits, check_limits
-from manylora.engine.scheduling.request_state import RequestPages, RequestState
+from manylora.engine.scheduling.request_pages import RequestPages
+from manylora.engine.scheduling.request_state import AdapterHold, ForkSource, RequestState
 from manylora.engine.scheduling.request_table import Deadlines, RequestTable
 from manylora.engine.scheduling.rows import Rows
 from manylora.engine.scheduling.step_budget import StepBudget
-from manylora.engine.status import EngineLoad, PauseMode, TenantLoad
+from manylora.engine.status import EngineLoad, PauseMode
 from manylora.errors import EngineError, InvalidRequestError, ManyloraError, QueueFullError
-from manylora.memory.block_table import BlockTable
 
 if TYPE_CHECKING:
     from manylora.engine.grammar.compiler import Grammars
@@ -66,16 +69,16 @@ class Scheduler:
     config: SchedulerConfig
     """Limits of a step and of the queue."""
     kv: InitVar[KvPages]
-    """The pages of requests; their pool is shared with the residency."""
+    """Pages of requests; their pool is shared with the residency."""
     residency: Residency
-    """Where adapters are."""
+    """Brings adapters to the device."""
     limits: ModelLimits
-    """What the model bounds."""
+    """Limits of the model."""
     _: KW_ONLY
     step_tokens: InitVar[int]
     """Most tokens in one step."""
     prices: InitVar[Prices]
-    """What the work of a step costs its tenant."""
+    """Prices of the work of a step."""
     grammars: Grammars | None = None
     """Matchers for requests that have a grammar; None refuses these."""
     clock: Callable[[], float] = time.monotonic
@@ -97,10 +100,10 @@ class Scheduler:
             self.residency,
             config.max_running,
         )
-        """Where every request is."""
+        """State of every request."""
         self._outcomes = Outcomes(self.table, self.limits)
         self.take_outputs = self._outcomes.take
-        """What happened to requests since the last call."""
+        """Outputs since the last call."""
         self._preemption = Preemption(self.table)
         self._rows = Rows(self.table, self._preemption, self.clock, self.finish)
         self._chunks = Chunks(
@@ -108,7 +111,7 @@ class Scheduler:
         )
         self._deadlines = Deadlines(self.table.requests)
         self.pause: PauseMode | None = None
-        """How plans are held back; with `wait` it becomes `keep` by itself. Deadlines count all the same."""
+        """Mode in which plans are held back; `wait` becomes `keep` by itself. Deadlines count all the same."""
         self._last_units = 0.0
         """Price of the step that was committed last."""
         self._arrivals = 0
@@ -121,7 +124,7 @@ class Scheduler:
         return min(places, self.table.waiting.num_loading()) if places > 0 else 0
 
     def has_work(self) -> bool:
-        """Whether a request lives or an output waits to be taken."""
+        """True if a request lives or an output waits to be taken."""
         return bool(self.table.requests) or self._outcomes.has_outputs
 
     def submit(self, request: GenerationRequest) -> None:
@@ -160,24 +163,7 @@ class Scheduler:
         if request.beam is not None:
             search = BeamSearch(request, request.beam, self.limits, self.config.max_running)
             request = search.begin()
-        self._arrivals += 1
-        geometry = self.table.kv.geometry
-        state = RequestState(
-            request=request,
-            arrival_index=self._arrivals,
-            arrived_s=self.clock(),
-            seed=self.draw_seed() if request.params.seed is None else request.params.seed,
-            adapter_state=self.residency.state(adapter.digest) if adapter else "base",
-            geometry=geometry,
-            pages=RequestPages(table=BlockTable(geometry)),
-            adapter_pages=adapter_pages,
-            output_token_ids=list(request.generated_token_ids),
-            priority=request.flow.priority if self.config.policy == "fair" else 0,
-        )
-        self._predict(state)
-        leader = self.table.requests.get(request.fork_of) if request.fork_of is not None else None
-        if leader is not None and self.table.kv.may_fork(leader, state):
-            state.leader, state.num_shared = leader, state.num_prompt - 1
+        state = self._arrive(request, adapter_pages)
         if search is not None:
             search.start(state)
             self._outcomes.searches[state.request_id] = search
@@ -187,6 +173,8 @@ class Scheduler:
             else None
         )
         self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
+        if request.flow.deadline_s is not None:
+            self._deadlines.add(state, state.place.arrived_s + request.flow.deadline_s)
         if matcher is not None:
             self._begin_matching(state, matcher)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
@@ -202,7 +190,7 @@ class Scheduler:
         self._outcomes.finish(request_id, reason, error)
 
     def take_in_grammars(self) -> None:
-        """Let requests go on whose grammars were compiled; those whose are none end."""
+        """Let requests go on whose grammars were compiled; end those whose grammars could not be."""
         for request_id, matcher in self.grammars.take_done() if self.grammars is not None else ():
             state = self.table.parked.get(request_id)
             if state is not None:
@@ -210,8 +198,8 @@ class Scheduler:
                 self._begin_matching(state, matcher)
 
     def matchers(self, plan: StepPlan) -> list[tuple[int, Matcher]]:
-        """Of the chunks of a plan that yield a token of a grammar: places in the plan, and matchers."""
-        if not self.table.num_grammars:
+        """Matchers of the chunks of a plan that yield a token of a grammar, each with the index of its chunk."""
+        if not self.table.num_dependent:
             return []
         found = []
         for index, chunk in enumerate(plan.chunks):
@@ -223,9 +211,10 @@ class Scheduler:
         return found
 
     def plan(self) -> StepPlan | None:
-        """What to compute next; None when nothing can be computed now."""
+        """Plan the next step; None when nothing can be computed now."""
         now_s = self.clock()
         self.table.kv.begin_plan()
+        self._preemption.begin_plan()
         for state in self._deadlines.take_expired(now_s):
             self.finish(state.request_id, "error", EXPIRED)
         if self.pause is not None and self._is_held():
@@ -250,42 +239,50 @@ class Scheduler:
         return plan
 
     def needs_results(self, plan: StepPlan) -> bool:
-        """Whether the next plan can be made only once the results of this one are committed.
+        """True if the next plan can be made only once the results of this one are committed.
 
         The next token of a request may depend on the ones before it by more than the model: by penalties, bad words, a
         grammar, or the other beams of its search. Log-probabilities of a prompt are kept with its KV cache.
         """
-        return any(
-            self.table.requests[chunk.request_id].needs_results(chunk) for chunk in plan.chunks
+        requests = self.table.requests
+        return self.table.num_dependent > 0 and any(
+            requests[chunk.request_id].needs_results(chunk) for chunk in plan.chunks
         )
 
     def commit(self, plan: StepPlan, results: list[ChunkResult]) -> None:
-        """Take in what a step yielded; requests that ended meanwhile are passed over. `take_outputs` has the outputs.
+        """Take in the results of a step; requests that ended meanwhile are passed over. `take_outputs` has the outputs.
 
         Raises:
             EngineError: The results are not those of the plan; nothing was committed.
         """
-        live: list[tuple[RequestState, Chunk]] = []
+        live: list[RequestState] = []
+        computed: list[tuple[FairPlace, Chunk]] = []
         yielded: list[ChunkResult] = []
-        requests, is_fitting = self.table.requests, len(plan.chunks) == len(results)
+        requests = self.table.requests
+        is_fitting = len(plan.chunks) == len(results)
         for chunk, result in zip(plan.chunks, results, strict=False):
             is_fitting &= chunk.request_id == result.request_id
             state = requests.get(chunk.request_id)
-            if state is not None and state.in_flight and state.in_flight[0] is chunk:
-                live.append((state, chunk))
+            if (
+                state is not None
+                and (in_flight := state.cursor.in_flight)
+                and in_flight[0] is chunk
+            ):
+                live.append(state)
+                computed.append((state.place, chunk))
                 yielded.append(result)
         if not is_fitting:
             raise EngineError(
                 f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them"
             )
-        charges = self.table.service.charge(live)
+        charges = self.table.service.charge(computed)
         self.table.order.charge(charges)
         self._last_units = sum(units for _, units in charges)
-        for (state, chunk), result in zip(live, yielded, strict=True):
+        for state, (_, chunk), result in zip(live, computed, yielded, strict=True):
             self._outcomes.advance(state, chunk, result)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Take note of how long the step took that was committed last, or failed."""
+        """Take note of the seconds that the step took that was committed last, or failed."""
         is_full = self.table.order.num_queued > self.table.waiting.num_loading()
         self.table.service.note_step(self._last_units, seconds, is_full)
         self._chunks.note_step(plan, seconds)
@@ -297,16 +294,15 @@ class Scheduler:
 
     def fail_adapter(self, digest: str, error: ManyloraError) -> None:
         """End the requests that wait for an adapter that cannot be loaded."""
-        for state in [state for state in self.table.waiting if state.digest == digest]:
+        for state in [state for state in self.table.waiting if state.adapter.digest == digest]:
             self.finish(state.request_id, "error", request_error(error))
 
     def fail_step(self, plan: StepPlan) -> None:
-        """End the requests of a failed step with an internal error; what it should have moved or filled is lost."""
+        """End the requests of a failed step with an internal error; pages it should have moved or filled are lost."""
         for chunk in plan.chunks:
             state = self.table.requests.get(chunk.request_id)
-            if (
-                state is not None and state.last_step >= plan.step
-            ):  # else it came later, with the same id
+            # A request that came later may have the same id.
+            if state is not None and state.pages.last_step >= plan.step:
                 self.finish(chunk.request_id, "error", INTERNAL)
         for state in [state for state in self.table.running if state.request_id in plan.started]:
             self._preemption.undo_start(state, plan.step)
@@ -330,32 +326,37 @@ class Scheduler:
             self.grammars.close()
 
     def load(self, boot_id: str, seq: int) -> EngineLoad:
-        """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
+        """Work by tenant, in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
             boot_id=boot_id,
             seq=seq,
             rate=self.table.service.full_rate,
             rows=self.config.max_running,
-            tenants=self.table.service.loads(self.table.running, self.table.waiting.by_tenant, {}),
+            tenants=self._tenant_loads({}),
             prices=self.table.service.prices,
         )
 
     def tenants(self) -> dict[str, TenantLoad]:
-        """What each tenant has here, with the reasons why its requests wait."""
+        """Load of each tenant, with the reasons why its requests wait."""
         reasons: dict[str, Counter[str]] = {}
         for state in self.table.waiting:
-            reasons.setdefault(state.tenant, Counter())[state.waiting_reason] += 1
-        told = {tenant: dict(counts) for tenant, counts in reasons.items()}
-        return self.table.service.loads(self.table.running, self.table.waiting.by_tenant, told)
+            counts = reasons.setdefault(state.place.key.tenant, Counter())
+            counts[state.waiting_reason] += 1
+        return self._tenant_loads({tenant: dict(counts) for tenant, counts in reasons.items()})
+
+    def _tenant_loads(self, reasons: dict[str, dict[str, int]]) -> dict[str, TenantLoad]:
+        table = self.table
+        running = ((state.place, table.units_left(state)) for state in table.running)
+        return table.service.loads(running, reasons)
 
     @property
     def _has_steps_in_flight(self) -> bool:
-        """Whether a step was planned that is not complete."""
+        """True if a step was planned that is not complete."""
         return self.table.kv.pool.completed_step < self._step
 
     def _is_held(self) -> bool:
-        """Whether nothing is to be computed: not even what had started before the pause."""
-        if not any(state.has_started for state in self.table.requests.values()):
+        """True if nothing is to be computed: not even what had started before the pause."""
+        if not any(state.place.has_started for state in self.table.requests.values()):
             self.pause = "keep"
         return self.pause == "keep"
 
@@ -367,11 +368,52 @@ class Scheduler:
         else:
             state.matcher = matcher
 
-    def _predict(self, state: RequestState) -> None:
-        request, flow = state.request, state.request.flow
-        cap = max(request.params.max_tokens, 1)
-        state.predicted_tokens = self.table.service.lengths.p50(flow.tenant, state.digest, cap)
+    def _arrive(self, request: GenerationRequest, adapter_pages: int | None) -> RequestState:
+        """Make the state of a request that comes now."""
+        self._arrivals += 1
+        kv = self.table.kv
+        params = request.params
+        adapter = request.adapter
+        digest = adapter.digest if adapter else None
+        state = RequestState(
+            request=request,
+            seed=self.draw_seed() if params.seed is None else params.seed,
+            output_token_ids=list(request.generated_token_ids),
+            place=self._place(request, adapter_pages),
+            pages=RequestPages(geometry=kv.geometry),
+            adapter=AdapterHold(digest=digest, num_pages=adapter_pages),
+            first_output=FirstOutput(
+                adapter_state=self.residency.state(digest) if digest else "base",
+                keeps_prompt_logprobs=params.prompt_logprobs is not None,
+            ),
+        )
+        leader = self.table.requests.get(request.fork_of) if request.fork_of is not None else None
+        if leader is not None and kv.may_fork(leader, state):
+            state.source = ForkSource(leader=leader, num_tokens=state.num_prompt - 1)
+        return state
+
+    def _place(self, request: GenerationRequest, adapter_pages: int | None) -> FairPlace:
+        """Place of a request that comes now, with its expected cost."""
+        flow = request.flow
+        adapter = request.adapter
+        service = self.table.service
+        cost = RequestCost(
+            adapter=adapter.digest if adapter else None,
+            rank=adapter.config.rank if adapter else 0,
+            num_prompt=len(request.prompt_token_ids),
+            load_units=service.prices.load(adapter_pages),
+        )
+        most = max(request.params.max_tokens, 1)
+        cost.predicted_tokens = service.lengths.p50(flow.tenant, cost.adapter, most)
+        place = FairPlace(
+            request_id=request.request_id,
+            key=flow,
+            arrival_index=self._arrivals,
+            arrived_s=self.clock(),
+            cost=cost,
+            priority=flow.priority if self.config.policy == "fair" else 0,
+        )
         if flow.deadline_s is not None:
-            expires_s = state.arrived_s + flow.deadline_s
-            state.start_by_s = expires_s - self.table.kv.costs.token_s * state.num_prompt
-            self._deadlines.add(state, expires_s)
+            prompt_s = self.table.kv.costs.token_s * cost.num_prompt
+            place.start_by_s = place.arrived_s + flow.deadline_s - prompt_s
+        return place

@@ -1,12 +1,12 @@
-"""How much a step may compute besides the interactive requests that decode: prompts, and the batch lane.
+"""Budget of a step for prompts and for the batch lane, besides the interactive requests that decode.
 
 Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves. The batch lane makes the decoding
 part of a step with interactive requests longer by at most `scheduler.batch_stretch`. For a minute after such a step,
 its own steps are kept as short, and the next interactive request does not wait long. With a target, all steps keep it.
 
-How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
-steps. Units are those of `manylora.engine.fairness.tenant_service`; one is the time of a prompt token, so the slope is
-known from the start.
+The time of a step is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last steps.
+Units are those of `manylora.engine.fairness.prices`; one is the time of a prompt token, so the slope is known from the
+start.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import math
 from manylora.config import SchedulerConfig
 
 MIN_TOKENS = 16
-"""However slow steps are, prompts of interactive requests go on."""
+"""Tokens of prompts of interactive requests in a step, however slow steps are."""
 TARGET_AIM = 0.9
-"""Steps are to take this part of the target: half of them take longer than predicted, and then there is the way to the
-client."""
+"""Part of the target that steps are to take: half of them take longer than predicted, and the way to the client takes
+time too."""
 KEPT = 0.98
-"""A step counts as much as the one after it, times this."""
+"""Weight of a step, relative to the step after it."""
 PRIOR_VARIANCE = 64.0
-"""Units squared; steps that differ by less tell little about the slope, and the one measured at start is kept."""
+"""Variance of units below which steps tell little about the slope, so that the one measured at start is kept."""
 MAX_SLOPE_ERROR = 4.0
-"""The slope is never off the one measured at start by more than this factor."""
+"""Largest factor between the slope and the one measured at start."""
 MAX_SURPRISE = 3.0
-"""A step that took longer than this multiple of what was predicted, and of the mean, counts as that: the machine
+"""Largest multiple of the predicted time, and of the mean, that a step counts as: a longer one says that the machine
 paused."""
 USUAL_FRACTION = 0.05
-"""What the last step counts in the mean of steps with interactive requests."""
+"""Weight of the last step in the mean of steps with interactive requests."""
 KEEPS_SHORT_S = 60.0
-"""So long after the last interactive request, by the time of steps, the batch lane fills whole steps again."""
+"""Seconds of steps after the last interactive request, after which the batch lane fills whole steps again."""
 
 
 class StepTime:
@@ -44,7 +44,11 @@ class StepTime:
 
     def __init__(self, unit_s: float) -> None:
         self._start_unit_s = unit_s
-        self._weight = self._units = self._seconds = self._variance = self._covariance = 0.0
+        self._weight = 0.0
+        self._units = 0.0
+        self._seconds = 0.0
+        self._variance = 0.0
+        self._covariance = 0.0
 
     def note(self, units: float, seconds: float) -> None:
         """Learn from a step."""
@@ -52,7 +56,8 @@ class StepTime:
             seconds = min(seconds, MAX_SURPRISE * max(self.seconds(units), self._seconds))
         self._weight = self._weight * KEPT + 1
         share = 1 / self._weight
-        units_off, seconds_off = units - self._units, seconds - self._seconds
+        units_off = units - self._units
+        seconds_off = seconds - self._seconds
         self._units += share * units_off
         self._seconds += share * seconds_off
         self._variance = (1 - share) * (self._variance + share * units_off * units_off)
@@ -66,16 +71,16 @@ class StepTime:
         return min(max(slope, start_s / MAX_SLOPE_ERROR), start_s * MAX_SLOPE_ERROR)
 
     def seconds(self, units: float) -> float:
-        """How long a step of so many units takes; negative where units say more than they cost."""
+        """Predicted time of a step of `units`; negative where the line is too steep."""
         return self._seconds + self.unit_s * (units - self._units)
 
     def units(self, seconds: float) -> float:
-        """Units of a step that takes so long."""
+        """Units of a step that is predicted to take `seconds`."""
         return self._units + (seconds - self._seconds) / self.unit_s
 
 
 class StepBudget:
-    """What steps may compute.
+    """Tokens and units that steps may compute.
 
     Args:
         config: The target and the stretch.
@@ -91,26 +96,26 @@ class StepBudget:
         self._stretch = config.batch_stretch
         self._time = StepTime(unit_s)
         self._usual_s = 0.0
-        """What steps with interactive requests take of late, without the part of the batch lane."""
+        """Seconds of steps with interactive requests of late, without the part of the batch lane."""
         self._batch_s = math.inf
         """Time of steps since the last one with an interactive request."""
 
     @property
     def has_target(self) -> bool:
-        """Whether steps have a target."""
+        """True if steps have a target."""
         return self._target_s is not None
 
     @property
     def keeps_short(self) -> bool:
-        """Whether there were interactive requests in the last minute: then steps of the batch lane are kept short."""
+        """True if there were interactive requests in the last minute: then steps of the batch lane are kept short."""
         return self._batch_s < KEEPS_SHORT_S
 
     def tokens(self, num_decoding: int) -> int:
-        """Tokens for prompts, and for the batch lane beside interactive requests, with so many others in the step."""
+        """Tokens for prompts, and for the batch lane beside interactive requests, where `num_decoding` decode."""
         return self._max_tokens - num_decoding
 
     def units(self, decoding: float) -> float:
-        """Units that a target leaves beside interactive requests that decode for so many; may be below 0."""
+        """Units that a target leaves beside the `decoding` units of interactive requests; may be below 0."""
         return math.inf if self._target_s is None else self._time.units(self._target_s) - decoding
 
     def batch_units(self, decoding: float | None) -> float:
@@ -132,10 +137,10 @@ class StepBudget:
         """Learn from a step.
 
         Args:
-            units: What it computed, priced; 0 where it was not counted.
-            batch_units: The part of the batch lane.
-            seconds: How long it took.
-            has_interactive: Whether an interactive request was in it.
+            units: Price of the step; 0 where it was not counted.
+            batch_units: Part of `units` that the batch lane caused.
+            seconds: Time that the step took.
+            has_interactive: True if an interactive request was in it.
         """
         self._batch_s = 0.0 if has_interactive else self._batch_s + seconds
         if units:

@@ -85,6 +85,8 @@ class Tokenizer:
             None
         }
         """Tokens that end a generation."""
+        self.settings = _settings(self.folder)
+        """Content of tokenizer_config.json, with the chat template where that has a file of its own."""
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     @property
@@ -304,6 +306,14 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
         ):
             token_ids.add(token["id"])
     return frozenset(token_ids)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    settings = read_object(folder / "tokenizer_config.json")
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    return settings
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ COMMANDS = (
     "fit",
     "quantize",
     "ps",
-    "top",
     "tenant",
     "key",
     "usage",

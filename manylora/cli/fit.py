@@ -15,7 +15,7 @@ from manylora.cli.table import print_table
 from manylora.kernels.weight_format import number_format
 
 if TYPE_CHECKING:
-    from manylora.server.adapters.offline_fit import PlannedRoom
+    from manylora.server.adapters.offline_fit import PlannedCapacity
     from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
@@ -61,7 +61,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     take turns.
     """
     from manylora.server.adapters.fit import find_fit
-    from manylora.server.adapters.offline_fit import plan_room
+    from manylora.server.adapters.offline_fit import plan_capacity
     from manylora.server.adapters.schemas import MAX_PLANNED
 
     if not adapters and not ranks:
@@ -75,10 +75,10 @@ def fit(  # noqa: PLR0913 - one parameter per option
         "memory": {"gib": memory_gib},
         "adapter": {"max_rank": max_rank},
     }
-    planned = plan_room(settings_of(options, settings, config), free_gib)
+    planned = plan_capacity(settings_of(options, settings, config), free_gib)
     items = [_on_disk(path, planned, as_json) for path in adapters or []]
     items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
-    found = find_fit(items, planned.room)
+    found = find_fit(items, planned.capacity)
     _show(found, planned, as_json)
     raise typer.Exit(int(not found.fits))
 
@@ -96,7 +96,7 @@ def _modules(targets: str) -> list[str]:
     return names
 
 
-def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> AdapterFitItem:
+def _on_disk(path: Path, planned: PlannedCapacity, as_json: bool) -> AdapterFitItem:
     from manylora.adapters.checkpoint.folder import adapter_files
     from manylora.server.adapters.offline_fit import item_on_disk
 
@@ -105,7 +105,7 @@ def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> AdapterFitItem:
         return item_on_disk(str(path), config, weights, planned)
 
 
-def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) -> AdapterFitItem:
+def _to_come(rank: int, modules: list[str], count: int, planned: PlannedCapacity) -> AdapterFitItem:
     from manylora.config import MAX_RANK_LIMIT
     from manylora.server.adapters.fit import planned_item
 
@@ -113,30 +113,34 @@ def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) ->
     if not 1 <= rank <= max_rank:
         advice = " Raise --max-rank for larger ones." if max_rank < rank <= MAX_RANK_LIMIT else ""
         fail(f"--rank must be 1 to {max_rank}, got {rank}.{advice}")
-    return planned_item(rank, modules, count, planned.base, planned.room)
+    return planned_item(rank, modules, count, planned.base, planned.capacity)
 
 
-def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
+def _show(found: AdapterFitView, planned: PlannedCapacity, as_json: bool) -> None:
     from manylora.engine.execution.memory_plan import format_reserved
 
     advice = None if found.fits else _advice(found, planned)
     if as_json:
         body = {
             **found.model_dump(),
-            "requests_left": planned.room.requests(found.pages.left),
+            "requests_left": planned.capacity.requests(found.pages.left),
             "advice": advice,
         }
         typer.echo(
             json.dumps(
-                {**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False
+                {**body, "max_model_len": planned.capacity.max_model_len},
+                indent=2,
+                ensure_ascii=False,
             )
         )
         return
-    page_bytes = planned.room.geometry.page_bytes
+    page_bytes = planned.capacity.geometry.page_bytes
     memory = planned.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
     name = number_format(
-        str(planned.dtype).removeprefix("torch."), memory.weights, planned.room.geometry.is_kv_int8
+        str(planned.dtype).removeprefix("torch."),
+        memory.weights,
+        planned.capacity.geometry.is_kv_int8,
     )
     about = f"{planned.config.model.path} on {planned.device.type} in {name}"
     typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
@@ -145,7 +149,7 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
     pages = f"{memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)})"
     typer.echo(f"pages  {pages}: {found.pages.needed:,} needed, {found.pages.left:,} left")
     typer.echo(
-        f"slots  {planned.room.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left"
+        f"slots  {planned.capacity.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left"
     )
     typer.echo(found.message)
     if advice:
@@ -162,16 +166,16 @@ def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
     return name, str(item.rank), targets, f"{item.count:,}", f"{item.pages:,}", size, waste
 
 
-def _advice(found: AdapterFitView, planned: PlannedRoom) -> str:
+def _advice(found: AdapterFitView, planned: PlannedCapacity) -> str:
     """Advice that makes all adapters fit at once."""
     from manylora.config import AdapterConfig
     from manylora.errors import ConfigError
 
     wanted = []
     try:
-        if found.pages.needed + planned.room.geometry.num_groups > planned.room.pages:
+        if found.pages.needed + planned.capacity.geometry.num_groups > planned.capacity.pages:
             wanted.append(f"--memory-gib {planned.least_gib(found):g}")
-        if found.slots.needed > planned.room.slots:
+        if found.slots.needed > planned.capacity.slots:
             AdapterConfig(slots=found.slots.needed)
             wanted.append(f"--set adapter.slots={found.slots.needed}")
     except ConfigError as error:

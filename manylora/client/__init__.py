@@ -138,6 +138,10 @@ class Client:
         """
         return self.request("GET", "/v1/engine", params={"server": server})
 
+    def state(self, server: str | None = None) -> Json:
+        """Show the servers behind a gateway, or the engine of a single server or of the replica that `server` names."""
+        return (None if server else self.servers()) or self.engine(server)
+
     def watch_engine(self, server: str | None = None) -> Iterator[tuple[str, Json]]:
         """Yield the result of `engine` as it changes, until the server ends the stream. Needs the admin key.
 

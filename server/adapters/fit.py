@@ -1,4 +1,4 @@
-"""Would these adapters be on the device all at once, and how much KV cache is left beside them?
+"""Fit: if these adapters can be on the device all at once, and the KV cache that is left beside them.
 
 Answered from the memory plan and the layout planner alone: it does not matter what is resident now, and idle
 adapters reserve nothing. Adapters that do not fit at once can still be served; they take turns. Knows neither HTTP nor
@@ -18,8 +18,8 @@ from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView, Fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What the adapters would share with the KV cache."""
+class Capacity:
+    """Memory that adapters share with the KV cache."""
 
     pages: int
     """Pages of the pool that can be handed out."""
@@ -29,32 +29,36 @@ class Room:
     max_model_len: int
 
     @classmethod
-    def of(cls, ready: EngineReady) -> Room:
-        """The room of a running engine."""
-        pages, slots = ready.memory.num_pages, ready.memory.slots
+    def of(cls, ready: EngineReady) -> Capacity:
+        """The capacity of a running engine."""
         return cls(
-            pages=pages, slots=slots, geometry=ready.geometry, max_model_len=ready.max_model_len
+            pages=ready.memory.num_pages,
+            slots=ready.memory.slots,
+            geometry=ready.geometry,
+            max_model_len=ready.max_model_len,
         )
 
     def requests(self, pages: int) -> int:
-        """Requests of `max_model_len` tokens that fit into so many pages."""
+        """Requests of `max_model_len` tokens that fit into `pages`."""
         return pages // self.geometry.pages(self.max_model_len)
 
 
-def find_fit(items: Sequence[AdapterFitItem], room: Room) -> AdapterFitView:
+def find_fit(items: Sequence[AdapterFitItem], capacity: Capacity) -> AdapterFitView:
     """Add up what the adapters need; equal digests count once."""
     distinct = {item.digest or index: item for index, item in enumerate(items)}.values()
-    pages = _numbers(room.pages, sum(item.pages * item.count for item in distinct))
-    slots = _numbers(room.slots, sum(item.count for item in distinct))
-    num_groups = room.geometry.num_groups
+    pages = _numbers(capacity.pages, sum(item.pages * item.count for item in distinct))
+    slots = _numbers(capacity.slots, sum(item.count for item in distinct))
+    num_groups = capacity.geometry.num_groups
     # At least one block of KV cache must fit beside them.
     fits = pages.needed + num_groups <= pages.total and slots.needed <= slots.total
-    kv_tokens = pages.left // num_groups * room.geometry.page_tokens
+    kv_tokens = pages.left // num_groups * capacity.geometry.page_tokens
     needs = (
         f"{_count(slots.needed, 'adapter')} need{'s' if slots.needed == 1 else ''} {pages.needed:,} of "
         f"{pages.total:,} pages and {slots.needed:,} of {slots.total:,} slots."
     )
-    requests = f"{_count(room.requests(pages.left), 'request')} of {room.max_model_len:,} tokens"
+    requests = (
+        f"{_count(capacity.requests(pages.left), 'request')} of {capacity.max_model_len:,} tokens"
+    )
     message = (
         f"All fit at once: {needs} Beside them {kv_tokens:,} tokens of KV cache fit, or {requests}."
         if fits
@@ -72,7 +76,7 @@ def find_fit(items: Sequence[AdapterFitItem], room: Room) -> AdapterFitView:
 
 
 def planned_item(
-    rank: int, target_modules: Sequence[str], count: int, base: BaseShape, room: Room
+    rank: int, target_modules: Sequence[str], count: int, base: BaseShape, capacity: Capacity
 ) -> AdapterFitItem:
     """Adapters that are not there yet: of one rank on these modules of every layer.
 
@@ -81,14 +85,14 @@ def planned_item(
         target_modules: Names as of `ModuleShape.name`; empty means all.
         count: How many of them.
         base: Shape of the base model.
-        room: Says how large pages are.
+        capacity: Says how large pages are.
     """
     names = set(target_modules) or {module.name for module in base.modules}
     modules = [index for index, module in enumerate(base.modules) if module.name in names]
     pages = adapter_pages(
         {(layer, index): rank for layer in range(base.num_layers) for index in modules},
         base,
-        room.geometry,
+        capacity.geometry,
     )
     parameters = sum(
         base.modules[index].in_features + base.modules[index].out_features for index in modules
@@ -97,7 +101,7 @@ def planned_item(
         rank=rank,
         target_modules=[base.modules[index].name for index in modules],
         pages=pages,
-        waste=waste(parameters * rank * base.num_layers, pages, room.geometry),
+        waste=waste(parameters * rank * base.num_layers, pages, capacity.geometry),
         count=count,
     )
 

@@ -15,7 +15,7 @@ from manylora.adapters.blobs.store import may_lack_tls
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.errors import CapacityError, InvalidRequestError, NotFoundError, PayloadTooLargeError
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE
-from manylora.server.threads import in_thread
+from manylora.server.process.threads import in_thread
 
 IMPORT_S = 600.0
 """Seconds for both files."""
@@ -28,7 +28,7 @@ Reader = Callable[[str], AsyncIterator[bytes]]
 
 
 def reader_of(source: str) -> Reader:
-    """What reads the files of a source.
+    """Reader of the files of a source.
 
     Raises:
         InvalidRequestError: Neither a place on the hub nor in S3.

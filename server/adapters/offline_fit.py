@@ -31,13 +31,13 @@ from manylora.engine.model.spec import (
 )
 from manylora.engine.status import MemoryPlan
 from manylora.errors import ConfigError
-from manylora.server.adapters.fit import Room, waste
+from manylora.server.adapters.fit import Capacity, waste
 from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRoom:
-    """What the settings would make of a device."""
+class PlannedCapacity:
+    """Plan of a device's memory by the settings."""
 
     config: Config
     spec: DecoderSpec
@@ -46,7 +46,7 @@ class PlannedRoom:
     dtype: torch.dtype
     free: FreeMemory
     memory: MemoryPlan
-    room: Room
+    capacity: Capacity
 
     def least_gib(self, fit: AdapterFitView) -> float:
         """The smallest `memory.gib`, in steps of 0.001, that holds what does not fit.
@@ -54,19 +54,20 @@ class PlannedRoom:
         Raises:
             ConfigError: The device does not have it.
         """
-        geometry = self.room.geometry
+        geometry = self.capacity.geometry
         asked = self.config.model.max_model_len or geometry.page_tokens
         num_bytes = (
             1 + max(fit.pages.needed + geometry.num_groups, geometry.pages(asked))
         ) * geometry.page_bytes
         gib = math.ceil(num_bytes / GIB * 1000) / 1000
         memory = replace(self.config.memory, gib=gib)
-        config, on_cpu = replace(self.config, memory=memory), self.device.type == "cpu"
+        config = replace(self.config, memory=memory)
+        on_cpu = self.device.type == "cpu"
         plan_memory(config, self.spec, self.base, geometry, self.free, on_cpu=on_cpu)
         return gib
 
 
-def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
+def plan_capacity(config: Config, free_gib: float | None = None) -> PlannedCapacity:
     """Divide the memory as the engine would; no weights are read or downloaded.
 
     Args:
@@ -84,13 +85,13 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     geometry = model_geometry(spec, base, dtype.itemsize, config.memory.kv_dtype)
     free = _free(device, free_gib)
     memory = plan_memory(config, spec, base, geometry, free, on_cpu=device.type == "cpu")
-    room = Room(
+    capacity = Capacity(
         pages=memory.num_pages,
         slots=memory.slots,
         geometry=geometry,
         max_model_len=max_model_len(config, spec, memory),
     )
-    return PlannedRoom(
+    return PlannedCapacity(
         config=config,
         spec=spec,
         base=base,
@@ -98,7 +99,7 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
         dtype=dtype,
         free=free,
         memory=memory,
-        room=room,
+        capacity=capacity,
     )
 
 
@@ -111,20 +112,23 @@ def _free(device: torch.device, free_gib: float | None) -> FreeMemory:
     return FreeMemory(num_bytes, num_bytes if device.type == "cpu" else free_memory().host)
 
 
-def item_on_disk(name: str, config: Path, weights: Path, planned: PlannedRoom) -> AdapterFitItem:
-    """What an adapter on disk would take on the device; its values are not looked at.
+def item_on_disk(
+    name: str, config: Path, weights: Path, planned: PlannedCapacity
+) -> AdapterFitItem:
+    """Pages of an adapter on disk, if it were on the device; its values are not looked at.
 
     Args:
-        name: What it is called.
+        name: Name to show.
         config: Its `adapter_config.json`.
         weights: Its `adapter_model.safetensors`.
-        planned: Base shape, page size and rank limit.
+        planned: Gives base shape, page size and rank limit.
 
     Raises:
         AdapterError: It cannot be served with this base; carries all findings.
         OSError: A file cannot be read.
     """
-    max_rank, geometry = planned.config.adapter.max_rank, planned.room.geometry
+    max_rank = planned.config.adapter.max_rank
+    geometry = planned.capacity.geometry
     found = read_checkpoint(config.read_bytes(), weights, planned.base, max_rank, scan_values=False)
     pages = adapter_pages(found.ranks, planned.base, geometry)
     with weights.open("rb") as file:

@@ -22,19 +22,18 @@ from manylora.errors import (
     PayloadTooLargeError,
     TimeoutExceededError,
 )
+from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.limits import no_storage
 from manylora.registry.names import NAME_RULE, is_name, no_such
 from manylora.registry.records import Ephemeral, VersionFacts
-from manylora.registry.uploads import Answer, Retry
+from manylora.server.adapters.form import UploadForm
+from manylora.server.adapters.idempotency import idempotent
 from manylora.server.adapters.schemas import adapter_view, residents_now
-from manylora.server.adapters.upload_guards import once
 from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
-from manylora.server.garbage import delete_blobs, in_background, remove_unreferenced
 from manylora.server.http.body import STREAM_BYTES, content_length, held_body, read_chunks
-from manylora.server.http.form import WRITE_BYTES, UploadForm, read_form
-from manylora.server.pins import check_pinned_pages, sync_pins
+from manylora.server.http.form import WRITE_BYTES, read_form
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
-from manylora.server.threads import in_thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +59,11 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
     await in_thread(services.blobs.check_room, min(most, content_length(request) or 0))
     with (
         services.drain.cancelling(),
-        once(request, services, caller.tenant_id or caller.actor) as retried,
+        idempotent(request, services, caller.tenant_id or caller.actor) as retried,
         services.blobs.create() as weights,
     ):
         async with room_for_upload(request, services, caller.tenant_id, retried.key) as limit:
-            form = await read_form(request, UploadForm, weights, limit, services.pace)
+            form = await read_form(request, UploadForm, weights, limit, services.bodies.pace)
         owner = await owner_of(services, caller, form.text("tenant"))
         name = checked_name(services, form.text("name") or "")
         description = form.text("description")
@@ -115,7 +114,7 @@ async def publish(
     retry: Retry | None = None,
     upload_id: str | None = None,
     life: Ephemeral | None = None,
-) -> Answer:
+) -> KeptAnswer:
     """Have an upload validated, store it and publish it as a version.
 
     Args:
@@ -133,15 +132,17 @@ async def publish(
         ForbiddenError: The tenant may not store as much; codes quota.*.
         AnsweredBeforeError: The same change was made before.
     """
-    sha256, size = weights.sha256(), weights.size
-    validating = services.validator.validate(draft.config, weights.path, sha256, size)
+    sha256 = weights.sha256()
+    validating = services.uploads.validator.validate(
+        draft.config, weights.path, sha256, weights.size
+    )
     # A push does not wait for the engine's step, after which it would say where adapters are.
     facts, residents = (
         (await validating, {})
         if life
         else await asyncio.gather(validating, residents_now(services))
     )
-    pages = await services.validator.pages(facts)
+    pages = await services.uploads.validator.pages(facts)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
     try:
@@ -157,7 +158,7 @@ async def publish(
         ) as made:
             version = made.adapter.current
             body = adapter_view(made.adapter, pages, residents).model_dump(mode="json")
-            answer = Answer(status=201 if made.is_new else 200, body=body)
+            answer = KeptAnswer(status=201 if made.is_new else 200, body=body)
             if upload_id is not None:
                 await made.end_upload(upload_id, answer)
             if retry is not None:
@@ -165,16 +166,17 @@ async def publish(
             await made.check_limits(pages)
             if life is None or version.held_by is not None:  # else it is in the store already
                 await in_thread(weights.commit)
-            if (place := services.memory.place(sha256)) is not None and version.held_by is not None:
+            place = services.versions.weights.blobs.place(sha256)
+            if place is not None and version.held_by is not None:
                 await services.engine.take_weights(made.adapter.ref(version), place)
     except BaseException:
-        await asyncio.shield(delete_blobs(services, [facts.weights_sha256]))
+        await asyncio.shield(services.versions.garbage.delete([facts.weights_sha256]))
         raise
     services.metrics.learn_adapter(facts.digest, owner.tenant, draft.name, facts.rank)
     if made.removed.digests or made.removed.weights:
-        in_background(services, remove_unreferenced(services, made.removed))
+        services.versions.garbage.remove_later(made.removed)
     if made.adapter.pinned:
-        await sync_pins(services)
+        await services.versions.pins.sync()
     return answer
 
 
@@ -187,7 +189,7 @@ async def _check_pinned(
     except NotFoundError:
         return
     if adapter.pinned:
-        await check_pinned_pages(services, adapter, [facts], adapter.pinned_copies)
+        await services.versions.pins.check_pages(adapter, [facts], adapter.pinned_copies)
 
 
 @asynccontextmanager
@@ -208,11 +210,13 @@ async def room_for_upload(
     if tenant_id is None or left is None:
         yield most
         return
-    left -= services.intake.reserved[tenant_id]
+    left -= services.uploads.in_progress.reserved[tenant_id]
     if left <= 0:
         raise no_storage()
     limit = min(most, left)
-    with services.intake.reserving(tenant_id, min(limit, content_length(request) or limit)):
+    with services.uploads.in_progress.reserving(
+        tenant_id, min(limit, content_length(request) or limit)
+    ):
         try:
             yield limit
         except PayloadTooLargeError as error:
@@ -233,7 +237,7 @@ async def write_body(
     pending = bytearray()
     held_body(request).keep(STREAM_BYTES)
     try:
-        async for chunk in read_chunks(request, limit, services.pace, "upload.too_large"):
+        async for chunk in read_chunks(request, limit, services.bodies.pace, "upload.too_large"):
             pending += chunk
             if len(pending) >= WRITE_BYTES:
                 piece, pending = pending, bytearray()

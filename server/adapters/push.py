@@ -23,6 +23,7 @@ from manylora.adapters.blobs.local import PIECE_BYTES, BlobWriter, open_below
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.errors import ForbiddenError, InvalidRequestError, PayloadTooLargeError
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, Ephemeral
+from manylora.server.adapters.idempotency import answered
 from manylora.server.adapters.publish import (
     VersionDraft,
     checked_name,
@@ -32,14 +33,11 @@ from manylora.server.adapters.publish import (
 )
 from manylora.server.adapters.routes import PUBLISHES
 from manylora.server.adapters.schemas import LoadBody, UnloadBody
-from manylora.server.adapters.upload_guards import answered
 from manylora.server.auth.callers import TenantCaller, TenantWriter
-from manylora.server.garbage import remove_unreferenced
 from manylora.server.http.body import content_length
-from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import error_answer, takes, takes_bytes
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services, Wired
-from manylora.server.threads import in_thread
 
 CONFIG_HEADER = "x-manylora-adapter-config"
 
@@ -70,16 +68,17 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
     With `ephemeral=true` its weights stay in this server's memory: it goes with the server, after `ttl_s` seconds, or
     when `keep` newer ones are there. Requests that run with it finish.
     """
-    config, life = _config_of(request), None
+    config = _config_of(request)
+    life = None
     if ephemeral:
-        ends = None if ttl_s is None else services.now() + timedelta(seconds=ttl_s)
+        ends = None if ttl_s is None else services.clock.now() + timedelta(seconds=ttl_s)
         life = Ephemeral(server=services.server_name, keep=keep, expires_at=ends)
     elif keep is not None or ttl_s is not None:
         raise InvalidRequestError("keep and ttl_s are for ephemeral=true.", param="ephemeral")
     draft = VersionDraft(
         name=checked_name(services, name), description=None, activate=activate, config=config
     )
-    with services.drain.cancelling(), services.intake.stream(caller.tenant_id):
+    with services.drain.cancelling(), services.uploads.in_progress.stream(caller.tenant_id):
         async with room_for_upload(request, services, caller.tenant_id) as limit:
             create = services.blobs.create
             if life is None:
@@ -101,13 +100,12 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
 )
 async def load_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Publish an adapter from a folder of the server's machine as an ephemeral version, as vLLM loads it."""
-    limit, roots = services.config.server.max_upload_bytes, services.config.adapter.roots
-    body = await json_body(request, LoadBody, services.config.server.max_body_bytes, services.pace)
-    name, life = (
-        checked_name(services, body.lora_name),
-        Ephemeral(server=services.server_name, keep=1),
-    )
-    with services.drain.cancelling(), services.intake.stream(caller.tenant_id):
+    limit = services.config.server.max_upload_bytes
+    roots = services.config.adapter.roots
+    body = await services.bodies.json(request, LoadBody)
+    name = checked_name(services, body.lora_name)
+    life = Ephemeral(server=services.server_name, keep=1)
+    with services.drain.cancelling(), services.uploads.in_progress.stream(caller.tenant_id):
         create = await _room_in_memory(services, caller, limit)
         with create() as weights:
             config = await in_thread(_read_folder, roots, body.lora_path, weights, limit)
@@ -122,26 +120,25 @@ async def load_lora_adapter(request: Request, services: Wired, caller: TenantWri
 )
 async def unload_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Withdraw all ephemeral versions of an adapter; requests that run with them finish."""
-    body = await json_body(
-        request, UnloadBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, UnloadBody)
     removed = await services.registry.ephemeral.unload(
         caller.tenant_id, body.lora_name, caller.actor
     )
-    await remove_unreferenced(services, removed)
+    await services.versions.garbage.remove(removed)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 async def _room_in_memory(
     services: Services, owner: TenantCaller, num_bytes: int
 ) -> Callable[[], BlobWriter]:
-    """What makes a blob of a tenant in memory. Where there may be too little room, what has expired is freed first.
+    """Maker of a blob of a tenant in memory. Where there may be too little room, expired versions are freed first.
 
     A tenant may fill half of the memory while there are other tenants, all of it by itself.
     """
-    memory, most = services.memory, services.memory.most_bytes
+    memory = services.versions.weights.blobs
+    most = memory.most_bytes
     if memory.num_bytes + num_bytes > most // 2:
-        await remove_unreferenced(services, await services.registry.ephemeral.expire())
+        await services.versions.garbage.remove(await services.registry.ephemeral.expire())
         if len((await services.registry.tenants.list_tenants(limit=2)).items) > 1:
             most //= 2
     return partial(memory.create, owner.tenant_id, most)

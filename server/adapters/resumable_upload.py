@@ -16,22 +16,22 @@ from starlette.requests import Request
 from manylora import errors
 from manylora.adapters.blobs.local import BlobWriter
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
+from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
-from manylora.registry.uploads import Answer, Retry
+from manylora.server.adapters.form import digest_mismatch
 from manylora.server.adapters.publish import VersionDraft, checked_name, publish, write_body
 from manylora.server.adapters.schemas import UploadBody, UploadView, upload_view
 from manylora.server.auth.callers import TenantCaller
 from manylora.server.errors import error_body
-from manylora.server.http.form import digest_mismatch
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
-from manylora.server.threads import in_thread
 
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
 
 
 async def announce(
     services: Services, owner: TenantCaller, body: UploadBody, retry: Retry | None
-) -> Answer:
+) -> KeptAnswer:
     """Make an upload, of which nothing is there yet.
 
     Raises:
@@ -55,8 +55,8 @@ async def announce(
         name=name, description=body.description, activate=body.activate, files=files
     )
 
-    def answer(upload: Upload) -> Answer:
-        return Answer(
+    def answer(upload: Upload) -> KeptAnswer:
+        return KeptAnswer(
             status=201, body=upload_view(upload, dict.fromkeys(files, 0)).model_dump(mode="json")
         )
 
@@ -69,7 +69,7 @@ async def show(services: Services, upload: Upload) -> UploadView:
     """An upload as it stands. Files of one that has ended are not looked for."""
     if upload.state != "uploading":
         return upload_view(upload, dict.fromkeys(upload.files, 0))
-    return upload_view(upload, await asyncio.to_thread(services.staged.sizes, upload.id))
+    return upload_view(upload, await asyncio.to_thread(services.uploads.staged.sizes, upload.id))
 
 
 async def receive_file(
@@ -94,11 +94,12 @@ async def receive_file(
         raise errors.ConflictError("The upload has ended; make a new one.", code="upload.ended")
     offset = _offset(request, file)
     await in_thread(services.blobs.check_room, file.size - (offset or 0))
-    intake, writer = services.intake, services.staged.writer(upload_id, name)
+    in_progress = services.uploads.in_progress
+    writer = services.uploads.staged.writer(upload_id, name)
     with (
         services.drain.cancelling(),
-        intake.stream(owner.tenant_id),
-        intake.writing(upload_id, name),
+        in_progress.stream(owner.tenant_id),
+        in_progress.writing(upload_id, name),
     ):
         try:
             await in_thread(writer.open, offset)
@@ -110,7 +111,7 @@ async def receive_file(
 
 async def complete(
     services: Services, owner: TenantCaller, upload: Upload, retry: Retry | None
-) -> Answer:
+) -> KeptAnswer:
     """Check what came and make it a version; what was completed before is answered as it was then.
 
     Raises:
@@ -121,7 +122,7 @@ async def complete(
         AnsweredBeforeError: Another server completed it.
     """
     if upload.state == "ready":
-        return Answer(status=200, body=upload.result or {})
+        return KeptAnswer(status=200, body=upload.result or {})
     if upload.state == "rejected":
         raise errors.AdapterFormatError.of(
             [errors.Finding(**finding) for finding in (upload.result or {})["findings"]]
@@ -150,9 +151,9 @@ async def complete(
             await services.registry.uploads.reject(
                 upload.tenant_id, upload.id, error_body(error)["error"]
             )
-            await asyncio.to_thread(services.staged.delete, upload.id)
+            await asyncio.to_thread(services.uploads.staged.delete, upload.id)
             raise
-    await asyncio.to_thread(services.staged.delete, upload.id)
+    await asyncio.to_thread(services.uploads.staged.delete, upload.id)
     return made
 
 
@@ -171,12 +172,12 @@ def _offset(request: Request, file: FileFacts) -> int | None:
 
 def gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
     """Copy the weights into `weights` and return the config, if both are what was announced."""
-    staged, files = services.staged, upload.files
+    staged = services.uploads.staged
     config = b"".join(staged.read(upload.id, CONFIG_FILE))
     for piece in staged.read(upload.id, WEIGHTS_FILE):
         weights.write(piece)
     found = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.sha256()}
-    wrong = [name for name, file in files.items() if found[name] != file.sha256]
+    wrong = [name for name, file in upload.files.items() if found[name] != file.sha256]
     if wrong:
         staged.delete(upload.id, *wrong)
         raise digest_mismatch(wrong[0])

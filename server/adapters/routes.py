@@ -10,12 +10,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from manylora.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
+from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.names import DEFAULT_ALIAS
 from manylora.registry.records import Adapter, AdapterUsage
-from manylora.registry.uploads import Answer, Retry
 from manylora.server.adapters import schemas
-from manylora.server.adapters.fit import Room, find_fit, planned_item, waste
+from manylora.server.adapters.fit import Capacity, find_fit, planned_item, waste
+from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.hub_import import fetch, reader_of
+from manylora.server.adapters.idempotency import idempotent
 from manylora.server.adapters.publish import (
     VersionDraft,
     checked_name,
@@ -24,7 +26,6 @@ from manylora.server.adapters.publish import (
     receive_adapter,
 )
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
-from manylora.server.adapters.upload_guards import FILES, once
 from manylora.server.auth.callers import (
     Admin,
     AnyTenantReader,
@@ -36,14 +37,10 @@ from manylora.server.auth.callers import (
     bound,
     for_tenant,
 )
-from manylora.server.garbage import remove_unreferenced
-from manylora.server.http.form import UploadForm
-from manylora.server.http.json_body import json_body
-from manylora.server.http.openapi import takes, takes_bytes, takes_form, takes_retries
-from manylora.server.model_name import resolve_model
-from manylora.server.pins import check_pinned_pages, sync_pins
+from manylora.server.http.form import takes_form
+from manylora.server.http.openapi import takes, takes_bytes, takes_retries
 from manylora.server.services import Services, Wired
-from manylora.server.threads import acting
+from manylora.server.uploads.in_progress import FILES
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -57,7 +54,7 @@ PUBLISHES: dict[str, Any] = {
         200: {"model": schemas.AdapterView, "description": "The version was there before."}
     },
 }
-"""What routes that publish a version answer."""
+"""Answers of the routes that publish a version."""
 
 
 @router.post(
@@ -92,19 +89,20 @@ async def fit_adapters(
     Answered from the plan of the memory, not from what is there now. Adapters that do not fit at once are served all
     the same: idle ones cost nothing, so they take turns.
     """
-    body = await json_body(
-        request, schemas.AdapterFitBody, services.config.server.max_body_bytes, services.pace
-    )
-    ready, room = services.ready, Room.of(services.ready)
-    items = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
+    body = await services.bodies.json(request, schemas.AdapterFitBody)
+    ready = services.ready
+    capacity = Capacity.of(ready)
+    items = [await _stored_item(services, caller, selector, capacity) for selector in body.adapters]
     for plan in body.ranks:
         if plan.rank > ready.max_rank:
             raise InvalidRequestError(
                 f"rank may be at most {ready.max_rank} here, got {plan.rank}.", param="ranks"
             )
-        asked = plan.rank, plan.target_modules, plan.count, ready.base, room
-        items.append(await asyncio.to_thread(planned_item, *asked))
-    return find_fit(items, room)
+        item = await asyncio.to_thread(
+            planned_item, plan.rank, plan.target_modules, plan.count, ready.base, capacity
+        )
+        items.append(item)
+    return find_fit(items, capacity)
 
 
 @router.get("/v1/adapters/{name}")
@@ -129,10 +127,8 @@ async def update_adapter(
     name: str, request: Request, services: Wired, caller: TenantWriter
 ) -> schemas.AdapterView:
     """Change description, pin or aliases; moving the alias `default` back is a rollback."""
-    body = await json_body(
-        request, schemas.AdapterPatchBody, services.config.server.max_body_bytes, services.pace
-    )
-    async with services.pin_turns.place(*acting.get()):
+    body = await services.bodies.json(request, schemas.AdapterPatchBody)
+    async with services.versions.pins.turn():
         await _check_pin(services, caller, name, body)
         adapter = await services.registry.adapters.update_adapter(
             caller.tenant_id,
@@ -142,8 +138,8 @@ async def update_adapter(
             aliases=body.aliases,
             actor=caller.actor,
         )
-    await sync_pins(services)
-    pages = await services.validator.pages(adapter.current)
+    await services.versions.pins.sync()
+    pages = await services.uploads.validator.pages(adapter.current)
     return schemas.adapter_view(adapter, pages, await schemas.residents_now(services))
 
 
@@ -158,7 +154,7 @@ async def delete_adapter(
     removed = await services.registry.adapters.delete_adapter(
         caller.tenant_id, name, version, actor=caller.actor
     )
-    await remove_unreferenced(services, removed)
+    await services.versions.garbage.remove(removed)
 
 
 @router.post(
@@ -169,10 +165,8 @@ async def delete_adapter(
 )
 async def create_upload(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Announce an adapter version that comes in pieces; the answer says which files to send."""
-    with once(request, services, caller.tenant_id or caller.actor) as retried:
-        body = await json_body(
-            request, schemas.UploadBody, services.config.server.max_body_bytes, services.pace
-        )
+    with idempotent(request, services, caller.tenant_id or caller.actor) as retried:
+        body = await services.bodies.json(request, schemas.UploadBody)
         owner = await owner_of(services, caller, body.tenant)
         change = partial(announce, services, owner, body)
         return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
@@ -218,8 +212,8 @@ async def complete_upload(
     )  # another tenant's is not even busy
     with (
         services.drain.cancelling(),
-        once(request, services, caller.tenant_id) as retried,
-        services.intake.writing(upload_id, *FILES),
+        idempotent(request, services, caller.tenant_id) as retried,
+        services.uploads.in_progress.writing(upload_id, *FILES),
     ):
         upload = await services.registry.uploads.get(caller.tenant_id, upload_id)
         return await retried.answer(
@@ -231,9 +225,9 @@ async def complete_upload(
 async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -> None:
     """Give an upload up; a version that it became stays."""
     await services.registry.uploads.get(caller.tenant_id, upload_id)
-    with services.intake.writing(upload_id, *FILES):
+    with services.uploads.in_progress.writing(upload_id, *FILES):
         await services.registry.uploads.delete(caller.tenant_id, upload_id)
-        await asyncio.to_thread(services.staged.delete, upload_id)
+        await asyncio.to_thread(services.uploads.staged.delete, upload_id)
 
 
 @router.post(
@@ -244,12 +238,13 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
 async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
     """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""
     server = services.config.server
-    with services.drain.cancelling(), once(request, services, admin.role) as retried:
-        body = await json_body(request, schemas.ImportBody, server.max_body_bytes, services.pace)
+    with services.drain.cancelling(), idempotent(request, services, admin.role) as retried:
+        body = await services.bodies.json(request, schemas.ImportBody)
         owner = bound(await for_tenant(services, admin, body.tenant))
-        name, read = checked_name(services, body.name), reader_of(body.source)
+        name = checked_name(services, body.name)
+        read = reader_of(body.source)
 
-        async def change(retry: Retry | None) -> Answer:
+        async def change(retry: Retry | None) -> KeptAnswer:
             with services.blobs.create() as weights:
                 config = await fetch(read, weights, server.max_upload_bytes)
                 draft = VersionDraft(
@@ -264,7 +259,7 @@ async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[s
     residents = await schemas.residents_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
     pages = await asyncio.gather(
-        *(services.validator.pages(adapter.current) for adapter in adapters)
+        *(services.uploads.validator.pages(adapter.current) for adapter in adapters)
     )
     return [
         schemas.adapter_view(adapter, count, residents, usage.get(adapter.id, AdapterUsage()))
@@ -275,7 +270,7 @@ async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[s
 async def _check_pin(
     services: Services, caller: TenantCaller, name: str, body: schemas.AdapterPatchBody
 ) -> None:
-    """Return if the tenant may have so many pages pinned after this change; raises like `check_pinned_pages`."""
+    """Return if the tenant may have the pages of this change pinned; raises like `PinKeeper.check_pages`."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     moves = DEFAULT_ALIAS in body.aliases
     copies = body.copies if body.copies is not None else adapter.pinned_copies if moves else 0
@@ -285,22 +280,23 @@ async def _check_pin(
     wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     kept = [version for version in versions if version.version in wanted]
-    await check_pinned_pages(services, adapter, kept or [adapter.current], copies)
+    await services.versions.pins.check_pages(adapter, kept or [adapter.current], copies)
 
 
 async def _stored_item(
-    services: Services, caller: Caller, selector: str, room: Room
+    services: Services, caller: Caller, selector: str, capacity: Capacity
 ) -> schemas.AdapterFitItem:
     try:
-        model = await resolve_model(services, caller, selector)
+        model = await services.versions.names.resolve(caller.tenant_id, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
-    adapter, version = model.adapter, model.version
+    adapter = model.adapter
+    version = model.version
     if adapter is None or version is None:
         raise InvalidRequestError(
             f"`{selector}` is the base model, which is always there.", param="adapters"
         )
-    pages = await services.validator.pages(version)
+    pages = await services.uploads.validator.pages(version)
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
     return schemas.AdapterFitItem(
@@ -310,5 +306,5 @@ async def _stored_item(
         rank=version.rank,
         target_modules=list(version.target_modules),
         pages=pages,
-        waste=waste(version.parameters, pages, room.geometry),
+        waste=waste(version.parameters, pages, capacity.geometry),
     )

@@ -12,7 +12,7 @@ from manylora.adapters.ref import AdapterTier, ResidentAdapter
 from manylora.config import MAX_RANK_LIMIT
 from manylora.errors import EngineUnavailableError, InvalidRequestError
 from manylora.registry.names import MAX_DESCRIPTION
-from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Shares, Upload
+from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Upload, VersionWeights
 from manylora.server.http.bodies import (
     ALL_LINEAR,
     MODULE_NAMES,
@@ -35,22 +35,22 @@ Residents = Mapping[str, ResidentAdapter]
 
 
 class AppliedModules(View):
-    """How many of the base's modules an adapter changes, counted over all layers."""
+    """Number of the base's modules that an adapter changes, counted over all layers."""
 
     applied: int
     total: int
 
 
 class ReportView(View):
-    """What the check of an upload noticed."""
+    """Remarks of the check of an upload."""
 
     dtype: list[str]
     layout: Literal["peft", "mlx"]
-    """How the matrices lie in the file; MLX's are the transposes of PEFT's."""
+    """Layout of the matrices in the file; MLX's are the transposes of PEFT's."""
     renamed: int
     """Tensors whose names hold wrappers, an adapter's name or a multimodal model's prefix, which were skipped."""
     warnings: list[str]
-    """What looks like a mistake; the adapter is served all the same."""
+    """Probable mistakes; the adapter is served all the same."""
 
 
 class VersionFields(View):
@@ -70,7 +70,7 @@ class VersionFields(View):
     """The PEFT that saved it, as its config says; null where it does not say."""
     residency: AdapterTier
     ephemeral: bool
-    """Whether its weights are in the memory of one server only, and go with it."""
+    """True if its weights are in the memory of one server only, and go with it."""
     expires_at: Moment | None
     """When an ephemeral version is withdrawn; null: not by time."""
     created_at: Moment
@@ -131,7 +131,7 @@ class UploadView(View):
     missing: list[str]
     """Files that are not all here."""
     result: dict[str, Any] | None
-    """How it ended: the adapter as the answer showed it, or the error."""
+    """Result of the upload: the adapter as the answer showed it, or the error."""
     expires_at: Moment
     created_at: Moment
 
@@ -145,7 +145,7 @@ class AdapterList(Listing[AdapterView]):
 
 
 class FitNumbers(View):
-    """How much of something there is, is needed, and is left."""
+    """Amounts that there are in all, that are needed, and that are left."""
 
     total: int
     needed: int
@@ -164,7 +164,7 @@ class AdapterFitItem(View):
     """The largest of any module."""
     target_modules: list[str]
     pages: int
-    """Of each."""
+    """Device pages of each."""
     waste: Annotated[float, AfterValidator(lambda share: round(share, 4))]
     """Share of these pages that holds no weights, from 0 to 1."""
     count: int = 1
@@ -175,7 +175,7 @@ class AdapterFitView(View):
 
     object: Literal["adapter_fit"] = "adapter_fit"
     fits: bool
-    """Whether all can be on the device at once. False only means that they take turns: idle adapters cost nothing."""
+    """True if all can be on the device at once. False only means that they take turns: idle adapters cost nothing."""
     pages: FitNumbers
     slots: FitNumbers
     kv_tokens_left: int
@@ -263,12 +263,12 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _VersionNumber = Annotated[int, Field(ge=1)]
 
 
-_Shares = Annotated[
+_Weights = Annotated[
     dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)
 ]
 
 
-_Aliases = Annotated[dict[str, _VersionNumber | _Shares | None], Field(max_length=64)]
+_Aliases = Annotated[dict[str, _VersionNumber | _Weights | None], Field(max_length=64)]
 
 
 class AdapterPatchBody(Body):
@@ -306,7 +306,7 @@ class UploadFileBody(Body):
 
 
 class VersionBody(Body):
-    """What a version is to be, however its files come."""
+    """A version to come, in whatever way its files come."""
 
     name: str = Field(max_length=512)
     description: str | None = Field(None, max_length=MAX_DESCRIPTION)
@@ -375,7 +375,7 @@ def adapter_view(
             **own,
             "pages": pages,
             "load_p95_s": resident and resident.load_p95_s,
-            "aliases": {alias: _alias_view(shares) for alias, shares in adapter.aliases.items()},
+            "aliases": {alias: _alias_view(weights) for alias, weights in adapter.aliases.items()},
             "usage": usage,
         }
     )
@@ -408,12 +408,10 @@ def _version_fields(
     }
 
 
-def _alias_view(shares: Shares) -> int | dict[str, int]:
-    return (
-        next(iter(shares))
-        if len(shares) == 1
-        else {str(version): shares[version] for version in shares}
-    )
+def _alias_view(weights: VersionWeights) -> int | dict[str, int]:
+    if len(weights) == 1:
+        return next(iter(weights))
+    return {str(version): weight for version, weight in weights.items()}
 
 
 def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:

@@ -20,14 +20,14 @@ from manylora.errors import (
     InvalidRequestError,
     ManyloraError,
 )
+from manylora.registry.access.sessions import LINK_PREFIX
 from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry
-from manylora.registry.sessions import LINK_PREFIX
 from manylora.server.auth.browser import check_own_page, session_token
 from manylora.server.errors import error_response
 from manylora.server.http.dashboard import is_public
 from manylora.server.http.wire import TRUST
-from manylora.server.threads import Acting, acting
+from manylora.server.process.threads import Acting, acting
 
 GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")
 """Headers by which sessions are checked. Of several, two servers in a row could each read another one."""

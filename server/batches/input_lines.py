@@ -15,7 +15,7 @@ from manylora.adapters.blobs.store import BlobStore, read_pieces
 from manylora.errors import InvalidRequestError, RequestError
 from manylora.server.http.bodies import Body
 from manylora.server.http.json_body import parse_json, validate
-from manylora.server.threads import in_thread
+from manylora.server.process.threads import in_thread
 
 MAX_ERRORS = 50
 """Most errors reported for a batch that fails its check."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,29 +18,25 @@ from manylora import errors
 from manylora.registry.batches import LineResult
 from manylora.registry.db.models import BatchRow
 from manylora.registry.records import SCOPES, Identity, UsageEvent
+from manylora.server.admission.rates import admit
 from manylora.server.auth.callers import Caller
 from manylora.server.batches.input_lines import Line
 from manylora.server.errors import answer, error_body
-from manylora.server.generation.chat_schemas import ChatBody
-from manylora.server.generation.meter import Origin
+from manylora.server.generation.meter import Meter
 from manylora.server.generation.openai_format import JsonObject
-from manylora.server.generation.response import PlannedGeneration, whole_answer
-from manylora.server.generation.routes import plan_generation
-from manylora.server.generation.schemas import CompletionBody
+from manylora.server.generation.routes import endpoints, whole_answer
+from manylora.server.generation.run import GenerationRun
 from manylora.server.http.json_body import validate
-from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.limits.rates import admit
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.responses.routes import plan_response
-from manylora.server.responses.schemas import ResponsesBody
+from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.services import Services
 
 log = structlog.get_logger("manylora.server")
 PASSING = (errors.RateLimitError, errors.CapacityError)
-"""What may be over when a line runs again."""
+"""Errors that may be over when a line runs again."""
 LOSSES = (errors.EngineUnavailableError, errors.AdapterUnavailableError)
 MAX_LOSSES = 5
-"""A line fails after so many runs in which the engine died or its adapter did not load: it may be the cause."""
+"""A line fails after this number of runs in which the engine died or its adapter did not load: it may be the cause."""
 LONGEST_WAIT_S = 30.0
 CANCELLED = ("batch_cancelled", "The batch was cancelled before this request ran.")
 EXPIRED = (
@@ -77,47 +74,46 @@ class LineRunner:
             return
         losses = 0
         while True:
-            reservation = LimitReservation()
             try:
                 async with self.places.place(self.batch.tenant_id, self.weight):
-                    await self._try(number, line, reservation, is_last=losses + 1 == MAX_LOSSES)
+                    await self._try(number, line, is_last=losses + 1 == MAX_LOSSES)
             except PASSING as error:
                 losses += isinstance(error, LOSSES)
                 wait_s = min(max(error.retry_after_s or 0, 0.05), LONGEST_WAIT_S)
             else:
                 return
-            finally:
-                reservation.end()
             await asyncio.sleep(wait_s)
 
-    async def _try(
-        self, number: int, line: Line, reservation: LimitReservation, *, is_last: bool
-    ) -> None:
+    async def _try(self, number: int, line: Line, *, is_last: bool) -> None:
         """Keep a result or an error. Raises RateLimitError and CapacityError if the line may run later."""
-        planned, event = None, None
-        try:
-            planned = await self._plan(number, line, reservation)
-            body, event = await self._generate(planned)
-            status = 200
-        except Exception as error:
-            is_passing = isinstance(error, PASSING) and error.retry_after_s is not None
-            if is_passing and not (is_last and isinstance(error, LOSSES)):
-                raise
-            if not isinstance(error, errors.ManyloraError):
-                log.exception("batch_line_failed", batch=self.batch.id, line=number)
-            told = (
-                error if isinstance(error, errors.ManyloraError) else errors.EngineError(str(error))
-            )
-            status, body = answer(told)[0], dict(error_body(told))
-            event = planned.meter.close("error") if planned else None
-        response: JsonObject = {
-            "status_code": status,
-            "request_id": f"{self.batch.id}-{number}",
-            "body": body,
-        }
-        is_kept = await self.keep(self._result(number, line, response, None, event))
-        if is_kept and planned is not None and event is not None:
-            planned.meter.settle(event)
+        meter: Meter | None = None
+        event: UsageEvent | None = None
+        async with AsyncExitStack() as ends:
+            try:
+                run = await self._prepare(number, line, ends)
+                meter = run.meter
+                body, event = await self._generate(run)
+                status = 200
+            except Exception as error:
+                is_passing = isinstance(error, PASSING) and error.retry_after_s is not None
+                if is_passing and not (is_last and isinstance(error, LOSSES)):
+                    raise
+                if isinstance(error, errors.ManyloraError):
+                    shown = error
+                else:
+                    log.exception("batch_line_failed", batch=self.batch.id, line=number)
+                    shown = errors.EngineError(str(error))
+                status, _ = answer(shown)
+                body = dict(error_body(shown))
+                event = meter.close("error") if meter is not None else None
+            response: JsonObject = {
+                "status_code": status,
+                "request_id": f"{self.batch.id}-{number}",
+                "body": body,
+            }
+            is_kept = await self.keep(self._result(number, line, response, None, event))
+            if is_kept and meter is not None and event is not None:
+                meter.settle(event)
 
     def _result(
         self,
@@ -128,42 +124,50 @@ class LineRunner:
         event: UsageEvent | None = None,
     ) -> LineResult:
         name = f"batch_req_{self.batch.id.removeprefix('batch_')}-{number}"
-        told = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
+        result = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
         is_error = response is None or response["status_code"] != 200
-        text = orjson.dumps(told).decode()
+        text = orjson.dumps(result).decode()
         return LineResult(
             batch_id=self.batch.id, line=number, is_error=is_error, text=text, event=event
         )
 
-    async def _plan(
-        self, number: int, line: Line, reservation: LimitReservation
-    ) -> PlannedGeneration:
-        services, name = self.services, f"{self.batch.id}-{number}"
+    async def _prepare(self, number: int, line: Line, ends: AsyncExitStack) -> GenerationRun:
+        """A run of the line, which the engine can be asked for; `ends` gives back what it takes."""
+        services = self.services
+        name = f"{self.batch.id}-{number}"
         if services.engine.ready is None:
             raise errors.CapacityError("The engine is starting.")
         caller = await self.caller()
-        await services.arrivals.turn(caller.tenant_id or "")
+        await services.limits.arrivals.turn(caller.tenant_id or "")
+        reservation = LimitReservation()
+        ends.callback(reservation.end)
         await admit(services, caller, reservation, 1, lambda _: None)
-        origin = Origin(
+        run = GenerationRun(
             services=services,
             caller=caller,
             reservation=reservation,
+            ends=ends,
             endpoint=self.batch.endpoint,
             request_id=name,
             session=name,
             line_id=name,
             num_bytes=line.num_bytes,
         )
-        if self.batch.endpoint == "/v1/responses":
-            response = await origin.work(
-                partial(validate, ResponsesBody, line.body), line.num_bytes
-            )
-            return await plan_response(origin, response)
-        kind: type[ChatBody | CompletionBody] = (
-            ChatBody if self.batch.endpoint == "/v1/chat/completions" else CompletionBody
-        )
-        body = await origin.work(partial(validate, kind, line.body), line.num_bytes)
-        return await plan_generation(origin, body)
+        endpoint = endpoints[self.batch.endpoint]
+        body = await run.work(partial(validate, endpoint.body, line.body), line.num_bytes)
+        await endpoint.prepare(run, body)
+        return run
+
+    async def _generate(self, run: GenerationRun) -> tuple[JsonObject, UsageEvent | None]:
+        async with run.generating():
+            try:
+                whole, status, _ = await whole_answer(run)
+            except asyncio.CancelledError:
+                if self.is_ending:
+                    run.unbilled_status = "aborted"
+                    await asyncio.shield(run.take_computed())
+                raise
+        return whole, run.meter.close(status)
 
     async def caller(self) -> Caller:
         """The caller who made the batch, with the rights that the key has now.
@@ -172,11 +176,9 @@ class LineRunner:
             AuthenticationError: The key was revoked or has expired.
             ForbiddenError: It may not generate any more.
         """
-        now_s, registry, tenant_id = (
-            self.services.monotonic(),
-            self.services.registry,
-            self.batch.tenant_id,
-        )
+        registry = self.services.registry
+        now_s = self.services.clock.monotonic()
+        tenant_id = self.batch.tenant_id
         if self._known is not None and now_s - self._known[0] < CALLER_S:
             return self._known[1]
         identity = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
@@ -191,17 +193,3 @@ class LineRunner:
         caller = Caller(identity=identity, tenant_id=tenant_id, tenant=tenant, weight=weight)
         self._known = (now_s, caller)
         return caller
-
-    async def _generate(self, planned: PlannedGeneration) -> tuple[JsonObject, UsageEvent | None]:
-        async with planned.generation:
-            try:
-                body, ended, _ = await whole_answer(planned)
-            except asyncio.CancelledError:
-                if self.is_ending:
-                    await asyncio.shield(planned.bill_computed())
-                    await asyncio.shield(planned.meter.finish_quietly("aborted"))
-                raise
-            except errors.RequestError:
-                await planned.bill_computed()
-                raise
-        return body, planned.meter.close(ended)

@@ -11,8 +11,8 @@ import structlog
 from manylora.errors import CapacityError
 from manylora.registry.batches import LineResult, new_file
 from manylora.registry.db.models import BatchRow
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
-from manylora.server.threads import in_thread
 
 log = structlog.get_logger("manylora.server")
 COMMIT_S = 0.1
@@ -88,7 +88,7 @@ async def write_files(services: Services, batch: BatchRow, owner: str, status: s
         files = {}
         for name, blob in blobs.items():
             await in_thread(blob.prepare)
-            filename, now = f"{batch.id}_{name}.jsonl", services.now()
+            filename, now = f"{batch.id}_{name}.jsonl", services.clock.now()
             files[f"{name}_file_id"] = new_file(
                 batch.tenant_id,
                 filename,

@@ -23,13 +23,11 @@ from manylora.server.batches.schemas import (
     FileList,
     FileView,
 )
-from manylora.server.garbage import delete_blobs
 from manylora.server.http.body import content_length
-from manylora.server.http.form import Form, read_form
-from manylora.server.http.json_body import json_body
-from manylora.server.http.openapi import BINARY, sends, takes, takes_form
+from manylora.server.http.form import Form, read_form, takes_form
+from manylora.server.http.openapi import BINARY, sends, takes
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Wired
-from manylora.server.threads import in_thread
 
 router = APIRouter(tags=["batches"])
 After = Annotated[str | None, Query(max_length=64)]
@@ -54,17 +52,17 @@ async def create_file(request: Request, services: Wired, caller: InferTenant) ->
     await in_thread(services.blobs.check_room, min(limit, content_length(request) or 0))
     with (
         services.drain.cancelling(),
-        services.intake.stream(caller.tenant_id),
+        services.uploads.in_progress.stream(caller.tenant_id),
         services.blobs.create() as blob,
     ):
-        form = await read_form(request, FileForm, blob, limit, services.pace)
+        form = await read_form(request, FileForm, blob, limit, services.bodies.pace)
         if form.text("purpose") != "batch":
             raise InvalidRequestError("purpose must be batch.", param="purpose")
         file = new_file(
             caller.tenant_id,
             form.filename,
             "batch",
-            services.now(),
+            services.clock.now(),
             size_bytes=blob.size,
             sha256=blob.sha256(),
         )
@@ -113,19 +111,17 @@ async def get_content(file_id: str, services: Wired, caller: InferTenant) -> Str
 async def delete_file(file_id: str, services: Wired, caller: InferTenant) -> FileDeleted:
     """Delete a file that no batch needs any more."""
     file = await services.registry.files.delete(caller.tenant_id, file_id)
-    await delete_blobs(services, [file.sha256])
+    await services.versions.garbage.delete([file.sha256])
     return FileDeleted(id=file.id)
 
 
 @router.post("/v1/batches", response_model=BatchView, openapi_extra=takes(BatchBody))
 async def create_batch(request: Request, services: Wired, caller: InferTenant) -> BatchRow:
     """Run the requests of a file within 24 hours, when interactive traffic leaves capacity."""
-    body = await json_body(request, BatchBody, services.config.server.max_body_bytes, services.pace)
-    batch = await services.registry.batches.create(
+    body = await services.bodies.json(request, BatchBody)
+    return await services.registry.batches.create(
         caller.tenant_id, caller.identity.key_id, body.input_file_id, body.endpoint, body.metadata
     )
-    services.batches_changed.set()
-    return batch
 
 
 @router.get("/v1/batches", response_model=BatchList)
@@ -148,9 +144,7 @@ async def get_batch(batch_id: str, services: Wired, caller: InferTenant) -> Batc
 @router.post("/v1/batches/{batch_id}/cancel", response_model=BatchView)
 async def cancel_batch(batch_id: str, services: Wired, caller: InferTenant) -> BatchRow:
     """End a batch early; results so far are kept."""
-    batch = await services.registry.batches.cancel(caller.tenant_id, batch_id)
-    services.batches_changed.set()
-    return batch
+    return await services.registry.batches.cancel(caller.tenant_id, batch_id)
 
 
 def _list(page: Page[FileRow] | Page[BatchRow]) -> dict[str, Any]:

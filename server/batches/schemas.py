@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from manylora.server.apis import FACTS
 from manylora.server.http.bodies import Body, Labels, View
+
+if TYPE_CHECKING:
+    Endpoint = str
+else:
+    Endpoint = Literal[tuple(sorted(path for path, facts in FACTS.items() if facts.in_batches))]
 
 
 class BatchBody(Body):
     """POST /v1/batches."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Endpoint
     """The `url` of all lines."""
     completion_window: Literal["24h"]
     metadata: Labels = Field(default_factory=dict)

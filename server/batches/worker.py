@@ -19,10 +19,10 @@ from manylora.registry.db.models import BatchRow
 from manylora.server.batches.input_lines import check_input, input_error, parse_line, read_lines
 from manylora.server.batches.line_run import LineRunner
 from manylora.server.batches.results import ResultCommits, write_files
-from manylora.server.drain import first_of
-from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.process.drain import first_of
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import Acting, acting, cancel_all
 from manylora.server.services import Services
-from manylora.server.threads import Acting, acting, cancel_all
 
 log = structlog.get_logger("manylora.server")
 LOOK_S = 2.0
@@ -101,10 +101,10 @@ class BatchWorker:
             elif self._is_over(batch) and not runner.is_ending:
                 runner.is_ending = True  # its lines end now, and another run writes its files
                 task.cancel()
-                task.add_done_callback(lambda _: self._services.batches_changed.set())
+                task.add_done_callback(lambda _: self._services.registry.batches.changed.set())
 
     async def _go_on(self) -> None:
-        changed, began = self._services.batches_changed, self._services.drain.began
+        changed, began = self._services.registry.batches.changed, self._services.drain.began
         waits_for: str | None = None
         while not (began.is_set() or self._is_stopping.is_set()):
             changed.clear()
@@ -150,7 +150,9 @@ class BatchWorker:
             await self._end(batch, is_expired=runner.is_ending)
 
     def _is_over(self, batch: BatchRow) -> bool:
-        return batch.status == "cancelling" or batch.expires_at <= to_seconds(self._services.now())
+        return batch.status == "cancelling" or batch.expires_at <= to_seconds(
+            self._services.clock.now()
+        )
 
     async def _check(self, batch: BatchRow, weight: float) -> BatchRow | None:
         """Check the input in the tenant's turn, and enter the next status; None if no line is to run."""
@@ -163,7 +165,9 @@ class BatchWorker:
                     batch.endpoint,
                     max_lines=config.batch.max_lines,
                     max_bytes=config.server.max_body_bytes,
-                    work=partial(services.long_work.run, tenant=batch.tenant_id, weight=weight),
+                    work=partial(
+                        services.bodies.long_work.run, tenant=batch.tenant_id, weight=weight
+                    ),
                 )
         except AdapterUnavailableError:
             lost = "The file's bytes are missing or damaged: send it again."
@@ -199,7 +203,7 @@ class BatchWorker:
                     if number not in done:
                         await ahead.acquire()
                         parse = partial(parse_line, raw, batch.endpoint, limit)
-                        line = await services.long_work.run(
+                        line = await services.bodies.long_work.run(
                             parse, len(raw), batch.tenant_id, runner.weight
                         )
                         task = group.create_task(runner.run(number, line))

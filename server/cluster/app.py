@@ -21,12 +21,12 @@ from manylora.server.cluster.links import Links
 from manylora.server.cluster.metrics import GatewayMetrics
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import cluster_token
-from manylora.server.drain import Drain
-from manylora.server.listen import metrics_app
+from manylora.server.http.listen import metrics_app
+from manylora.server.process.drain import Drain
 
 
 class GatewayApps(NamedTuple):
-    """What a gateway serves."""
+    """The applications of a gateway."""
 
     main: ASGIApp
     metrics: ASGIApp
@@ -55,7 +55,7 @@ async def open_gateway(
 
 
 class OwnRoutes:
-    """Answers what is about this gateway itself."""
+    """Routes that are about this gateway itself."""
 
     def __init__(self, gateway: Gateway, metrics: GatewayMetrics) -> None:
         self._gateway = gateway
@@ -100,11 +100,11 @@ class OwnRoutes:
         report = links.reports.get(name)
         if report is None:
             return {"state": "lost"}
-        told = {
+        seen = {
             field: getattr(report, field)
             for field in ("state", "backlog_s", "rate", "running", "waiting")
         }
         adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
-        if told["state"] == "ready" and links.router.is_ejected(name):
-            told["state"] = "ejected"
-        return {**told, "adapters": adapters, "in_flight": links.router.states[name].in_flight}
+        if seen["state"] == "ready" and links.router.is_ejected(name):
+            seen["state"] = "ejected"
+        return {**seen, "adapters": adapters, "in_flight": links.router.states[name].in_flight}

@@ -14,15 +14,14 @@ from starlette.responses import Response
 
 from manylora.registry.limits import Limits
 from manylora.registry.records import Identity
+from manylora.server.admission.rates import reservation_of
 from manylora.server.cluster.forwarding import BROKEN, Forwarding, url_of, whole
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import PROBE
-from manylora.server.drain import Exchange
 from manylora.server.http.body import content_length
-from manylora.server.limits.rates import reservation_of
-from manylora.server.limits.reservation import Holder, Share
-from manylora.server.limits.windows import Accounts
+from manylora.server.limits.accounts import Accounts, Holder, LimitedAccount
+from manylora.server.process.drain import Exchange
 
 LONG_BYTES = 16 * 1024
 """A body of more bytes is read only after a replica said that its request may come in."""
@@ -56,8 +55,8 @@ class BeforeBody:
             ("tenant", tenant_id, tenant_limits),
             ("key", identity.key_id, identity.key_limits),
         ]
-        shares = [
-            Share(
+        accounts = [
+            LimitedAccount(
                 holder,
                 name,
                 self._accounts.of(name, now_s),
@@ -66,7 +65,7 @@ class BeforeBody:
             for holder, name, limits in held
             if name is not None
         ]
-        reservation_of(request).admit(shares, time.monotonic, self._refused, 0)
+        reservation_of(request).admit(accounts, time.monotonic, self._refused, 0)
 
     async def refusal(self, request: Request, exchange: Exchange) -> Response | None:
         """A replica's refusal of a request whose body is long; None where it is to be read."""
@@ -80,10 +79,8 @@ class BeforeBody:
         )
         if not order:
             return None
-        url, headers = (
-            url_of(order[0], request),
-            [*self._forwarding.headers_for_replica(request), (PROBE, "1")],
-        )
+        url = url_of(order[0], request)
+        headers = [*self._forwarding.headers_for_replica(request), (PROBE, "1")]
         try:
             with exchange.running(), self._links.using(order[0].name, exchange.lose):
                 async with self._links.session.post(

@@ -9,9 +9,8 @@ from __future__ import annotations
 from functools import partial
 
 from manylora.server.cluster.loads import ranked
-from manylora.server.pins import sync_pins
+from manylora.server.process.threads import repeat
 from manylora.server.services import Services
-from manylora.server.threads import repeat
 
 LOOK_S = 0.5
 """Seconds between two looks; a change is followed within a second."""
@@ -43,7 +42,7 @@ class Duties:
         if now == self._seen:
             return
         self._replicas = replicas
-        await sync_pins(services)
+        await services.versions.pins.sync()
         await _drop_deleted(services)
         self._seen = now
 

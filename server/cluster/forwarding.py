@@ -17,28 +17,28 @@ from yarl import URL
 from manylora.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
 from manylora.registry.records import Identity
 from manylora.registry.servers import Server
+from manylora.server.apis import FACTS
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
-from manylora.server.drain import Drain, Exchange
-from manylora.server.threads import cancel_all
+from manylora.server.process.drain import Drain, Exchange
+from manylora.server.process.threads import cancel_all
 
 MAX_TRIES = 3
 """Replicas that are asked for one request."""
-FOR_ALL = frozenset({"/pause", "/resume", "/reset_prefix_cache"})
-"""vLLM's routes that mean all engines."""
 _HOP_BY_HOP = frozenset(
     {
-        *(
-            "connection",
-            "keep-alive",
-            "proxy-authenticate",
-            "proxy-authorization",
-            "proxy-connection",
-            "te",
-        ),
-        *("trailer", "transfer-encoding", "upgrade", "expect"),
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "expect",
     }
 )
 _NOT_ASKED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "content-length"}
@@ -68,6 +68,7 @@ class Forwarding:
         identity: Identity | None = getattr(request.state, "identity", None)
         tenant = (identity.tenant if identity else None) or ""
         listed = {server.name: server for server in self._links.listed}
+        facts = FACTS.get(request.url.path)
         order: Sequence[Replica | Server]
         if (named := request.query_params.get("server")) is not None:
             if named not in listed:
@@ -75,7 +76,7 @@ class Forwarding:
                     f"There is no replica {named!r}: GET /v1/servers lists them.", param="server"
                 )
             order = self._connected([listed[named]])
-        elif request.method == "POST" and request.url.path in FOR_ALL:
+        elif request.method == "POST" and facts is not None and facts.is_for_all_replicas:
             await self._ask_all(request, self._connected(list(listed.values())), exchange, send)
             return
         else:
@@ -131,10 +132,8 @@ class Forwarding:
                 ) as answer:
                     return whole(answer, await answer.read())
 
-        watcher, asking = (
-            watch(request.receive, exchange),
-            [asyncio.create_task(ask(each)) for each in replicas],
-        )
+        watcher = watch(request.receive, exchange)
+        asking = [asyncio.create_task(ask(each)) for each in replicas]
         try:
             with exchange.running():
                 answers = await asyncio.gather(*asking)
@@ -158,10 +157,8 @@ class Forwarding:
             ConnectionError: The rest of the answer does not come: the connection to the client must break.
         """
         watchers: list[asyncio.Task[None]] = []
-        headers, length = (
-            self.headers_for_replica(request),
-            request.headers.get("content-length", "0"),
-        )
+        headers = self.headers_for_replica(request)
+        length = request.headers.get("content-length", "0")
         body: AsyncIterator[bytes] | None = None
         if request.method in _SAFE or (
             length == "0" and "transfer-encoding" not in request.headers
@@ -180,24 +177,25 @@ class Forwarding:
                     headers=headers,
                     allow_redirects=False,
                     middlewares=() if request.method in _SAFE else (_once,),
-                    expect100=body
-                    is not None,  # the replica sees the head at once, and may refuse the body
+                    # The replica sees the head at once, and may refuse the body.
+                    expect100=body is not None,
                 ) as answer:
                     self._links.router.answered(replica.name)
                     if is_feed := answer.content_type == "text/event-stream":
                         watchers.append(asyncio.create_task(self._end_feed(exchange)))
                     has_begun = True
-                    told = headers_for_client(answer, is_last=body is not None and not watchers)
-                    await send(
-                        {"type": "http.response.start", "status": answer.status, "headers": told}
-                    )
+                    is_last = body is not None and not watchers
+                    start = {
+                        "status": answer.status,
+                        "headers": headers_for_client(answer, is_last=is_last),
+                    }
+                    await send({"type": "http.response.start", **start})
                     async for data in answer.content.iter_any():
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
         except BROKEN as error:
-            if body is None or isinstance(
-                error, NOT_REACHED
-            ):  # else perhaps a body that was refused
+            # Otherwise perhaps the body was refused.
+            if body is None or isinstance(error, NOT_REACHED):
                 self._links.router.failed(replica.name)
             if has_begun:
                 raise ConnectionError("the replica is lost") from error

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
-from typing import NamedTuple
 
 import structlog
 from starlette.requests import Request
@@ -29,9 +27,11 @@ from starlette.types import Receive, Scope, Send
 from manylora.config import ServerConfig
 from manylora.errors import DrainingError, ManyloraError, NotFoundError, ReplicaLostError
 from manylora.registry.limits import Limits
-from manylora.registry.records import RETRIED, AdapterIdentity, AdapterVersion, Identity, UsageEvent
+from manylora.registry.records import RETRIED, Identity, UsageEvent
 from manylora.registry.registry import Registry
-from manylora.server.auth.callers import DEFAULT_TENANT
+from manylora.server.admission.rates import reservation_of
+from manylora.server.apis import FACTS
+from manylora.server.auth.callers import DEFAULT_TENANT, Caller
 from manylora.server.cluster.before_body import BeforeBody
 from manylora.server.cluster.forwarding import (
     BROKEN,
@@ -46,21 +46,20 @@ from manylora.server.cluster.forwarding import (
 )
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.loads import Replica
-from manylora.server.cluster.route_fields import RouteFields, read_fields
+from manylora.server.cluster.route_fields import read_fields
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
-from manylora.server.drain import Drain, Exchange
-from manylora.server.errors import as_anthropic, error_body
+from manylora.server.errors import error_body
 from manylora.server.hop import SESSION_HEADER, Counts
-from manylora.server.http import sse
 from manylora.server.http.body import Pace, held_body
 from manylora.server.http.json_body import json_bytes
+from manylora.server.http.route_facts import error_shape
 from manylora.server.http.unknown_routes import MAX_SHOWN
-from manylora.server.limits.rates import reservation_of
-from manylora.server.threads import cancel_all
+from manylora.server.process.drain import Drain, Exchange
+from manylora.server.process.threads import cancel_all
+from manylora.server.versions.names import ModelNames, ResolvedModel
 
 log = structlog.get_logger("manylora.server")
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 _SAID_BY_ALL = re.compile(
     rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.(unavailable|lost))"'
 )
@@ -70,19 +69,10 @@ _NOT_RECORDED = re.compile(rb'"code":"storage\.(full|unavailable)"')
 that it could not write."""
 REASONS = ("server.draining", "storage.full", "storage.unavailable", "db.lost", "no_replica")
 """Codes of the errors of `Gateway.check_ready`."""
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
-
-
-class Tenant(NamedTuple):
-    """The tenant of a request."""
-
-    id: str | None
-    name: str | None
-    limits: Limits
 
 
 @dataclass(slots=True)
-class Asked:
+class GatewayRequest:
     """A request for a generation, and what the gateway knows of it."""
 
     request: Request
@@ -101,6 +91,16 @@ class Asked:
         self.body = b""
         held_body(self.request).end()
         reservation_of(self.request).end()
+
+
+@dataclass(slots=True)
+class StreamedAnswer:
+    """An answer that a replica streams, as far as the client has it."""
+
+    frames: Frames = field(default_factory=Frames)
+    has_begun: bool = False
+    unsent: bytes = b""
+    """Bytes that came before the connection to the replica broke, and were not sent."""
 
 
 class Gateway:
@@ -146,20 +146,21 @@ class Gateway:
             raise NotFoundError(f"There is no route {scope['path'][:MAX_SHOWN]}.")
         exchange = Exchange()
         with self.drain.running(exchange.cut):
-            if scope["method"] == "POST" and scope["path"] in GENERATING:
+            facts = FACTS.get(scope["path"])
+            if scope["method"] == "POST" and facts is not None and facts.generates:
                 await self._generate(Request(scope, receive), exchange, send)
             else:
                 await self._forwarding.pass_on(Request(scope, receive), exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
         self.registry.usage.check()  # what a replica loses is billed here
-        tenant = await self._tenant(request)
-        self.before_body.count(request, tenant.id, tenant.limits)
+        caller, tenant_limits = await self._caller(request)
+        self.before_body.count(request, caller.tenant_id, tenant_limits)
         if (refusal := await self.before_body.refusal(request, exchange)) is not None:
             await refusal(request.scope, request.receive, send)
             return
-        asked = await self._asked(
-            request, tenant, await json_bytes(request, self._max_body_bytes, self._pace)
+        asked = await self._read(
+            request, caller, await json_bytes(request, self._max_body_bytes, self._pace)
         )
         watcher = watch(request.receive, exchange)
         try:
@@ -167,72 +168,57 @@ class Gateway:
         finally:
             await cancel_all([watcher])
 
-    async def _tenant(self, request: Request) -> Tenant:
-        """The tenant that the caller acts for; none for an admin who names none, or what is no tenant."""
+    async def _caller(self, request: Request) -> tuple[Caller, Limits]:
+        """The caller, with the limits of its tenant; no tenant for an admin who names none, or what is no tenant."""
         identity: Identity = request.state.identity
         named = request.query_params.get("tenant", self._default_tenant)
         if identity.role == "admin" and named is not None:
             with suppress(ManyloraError):  # the replica says what is wrong
                 row = await self.registry.tenants.get_tenant(named)
-                return Tenant(row.id, row.name, Limits(**row.limits))
-        return Tenant(identity.tenant_id, identity.tenant, identity.tenant_limits)
+                caller = Caller(identity=identity, tenant_id=row.id, tenant=row.name)
+                return caller, Limits(**row.limits)
+        caller = Caller(identity=identity, tenant_id=identity.tenant_id, tenant=identity.tenant)
+        return caller, identity.tenant_limits
 
-    async def _asked(self, request: Request, caller: Tenant, body: bytes) -> Asked:
-        identity: Identity = request.state.identity
-        fields, tenant_id, tenant = read_fields(body), caller.id, caller.name
-        session, sticky = (
-            fields.sticky or request.headers.get(SESSION_HEADER),
-            secrets.token_hex(16),
-        )
+    async def _read(self, request: Request, caller: Caller, body: bytes) -> GatewayRequest:
+        fields = read_fields(body)
+        tenant = caller.tenant_id or ""
+        session = fields.sticky or request.headers.get(SESSION_HEADER)
+        sticky = secrets.token_hex(16)
         if session:  # any text, so not itself in a header
-            sticky = hashlib.blake2b(
-                session.encode(), digest_size=16, key=(tenant_id or "").encode()
-            ).hexdigest()
-        adapter: AdapterIdentity | None = None
-        version: AdapterVersion | None = None
+            key = tenant.encode()
+            sticky = hashlib.blake2b(session.encode(), digest_size=16, key=key).hexdigest()
+        model = ResolvedModel(name="")
         with suppress(ManyloraError):  # the replica says what is wrong
-            adapter, version = await self._resolve(tenant_id, fields, sticky)
+            names = ModelNames(self.registry, self.links.base_names, has_hints=False)
+            model = await names.resolve(
+                caller.tenant_id, fields.model, fields.adapter_id, sticky=sticky
+            )
+        version = model.version
         target = Target(
             adapter=version.digest if version else None,
             units=fields.units(len(body)),
-            tenant=tenant_id or "",
-            affinity=sticky.encode() if session else fields.beginning(tenant_id or ""),
-            held_by=version.held_by if version else None,
-            copies=max(1, adapter.pinned_copies) if adapter else 1,
-        )
-        event = partial(
-            UsageEvent,
-            tenant_id=tenant_id,
             tenant=tenant,
-            key_id=identity.key_id,
-            adapter_id=adapter.id if adapter else None,
-            adapter=adapter.name_for(tenant_id) if adapter else None,
-            adapter_version=version.version if version else None,
-            adapter_digest=version.digest if version else None,
-            request_id=str(request.state.request_id),
-            endpoint=request.url.path,
+            affinity=sticky.encode() if session else fields.beginning(tenant),
+            held_by=version.held_by if version else None,
+            copies=max(1, model.adapter.pinned_copies) if model.adapter else 1,
+        )
+        event = model.usage_event(
+            caller.identity,
+            caller.tenant_id,
+            caller.tenant,
+            str(request.state.request_id),
+            request.url.path,
         )
         headers = [*self._forwarding.headers_for_replica(request), (STICKY, sticky)]
-        return Asked(request, body, headers, target, event, asyncio.get_running_loop().time())
+        return GatewayRequest(
+            request, body, headers, target, event, asyncio.get_running_loop().time()
+        )
 
-    async def _resolve(
-        self, tenant_id: str | None, fields: RouteFields, sticky: str
-    ) -> tuple[AdapterIdentity | None, AdapterVersion | None]:
-        """The adapter version that a request names; nothing for the base, and for what is no adapter of the tenant."""
-        named, at, by = (fields.adapter_id or fields.model or "").partition("@")
-        if not named or any(named == server.model for server in self.links.listed):
-            return None, None
-        selector = named.rpartition(":")[2] + at + by
-        if tenant_id is None:  # an admin, who writes the owner in front
-            tenant_id = (await self.registry.tenants.get_tenant(selector.partition("/")[0])).id
-        return await self.registry.adapters.resolve(tenant_id, selector, sticky)
-
-    async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
+    async def _try_replicas(self, asked: GatewayRequest, exchange: Exchange, send: Send) -> None:
         best: Response | None = None
         error: ManyloraError = no_replica()
-        lost_id: str | None = (
-            None  # of the replica that was asked last, if it may have computed something
-        )
+        lost_id: str | None = None  # of the last replica, if it may have computed something
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self.links.router.order(asked.target, asked.tried)), None)
             if replica is None or (asked.tried and not self.links.router.may_retry()):
@@ -247,10 +233,8 @@ class Gateway:
             try:
                 best = await self._ask(asked, replica, ledger_id, exchange, send)
             except ReplicaLostError as lost:
-                error, lost_id = (
-                    lost,
-                    None if isinstance(lost.__cause__, NOT_REACHED) else ledger_id,
-                )
+                error = lost
+                lost_id = None if isinstance(lost.__cause__, NOT_REACHED) else ledger_id
                 continue
             finally:
                 self.links.router.ended(replica.name, asked.target)
@@ -268,7 +252,12 @@ class Gateway:
         await best(asked.request.scope, asked.request.receive, send)
 
     async def _ask(
-        self, asked: Asked, replica: Replica, ledger_id: str, exchange: Exchange, send: Send
+        self,
+        asked: GatewayRequest,
+        replica: Replica,
+        ledger_id: str,
+        exchange: Exchange,
+        send: Send,
     ) -> Response | None:
         """Have a replica answer.
 
@@ -278,53 +267,65 @@ class Gateway:
         Raises:
             ReplicaLostError: The replica is gone, and the client got nothing.
         """
-        frames, has_begun, payload = Frames(), False, b""
         share = self.links.router.weight_share(asked.target.tenant, replica.name)
         headers = [*asked.headers, (LEDGER_ID, ledger_id), (WEIGHT_SHARE, f"{share:.6f}")]
+        stream = StreamedAnswer()
         try:
             with exchange.running(), self.links.using(replica.name, exchange.lose):
-                url = url_of(replica, asked.request)
-                async with self.links.session.post(
-                    url, data=asked.body, headers=headers, allow_redirects=False
-                ) as answer:
-                    if not answer.content_type.startswith("text/event-stream"):
-                        body = await answer.read()
-                        if (
-                            LENGTH in answer.headers
-                        ):  # else the HTTP layer of the replica answered by itself
-                            body = frames.take(body)
-                        self.links.router.answered(replica.name)
-                        return whole(answer, body)
-                    start = {"status": answer.status, "headers": headers_for_client(answer)}
-                    async for data in answer.content.iter_any():
-                        if payload := frames.take(data):
-                            if not has_begun:
-                                self.links.router.answered(replica.name)
-                                has_begun = True
-                                asked.answered()
-                                await send({"type": "http.response.start", **start})
-                            await send(
-                                {"type": "http.response.body", "body": payload, "more_body": True}
-                            )
-                            payload = b""
-                    await send({"type": "http.response.body", "body": b""})
-                    return None
-        except BROKEN as error:
+                return await self._pass_answer(asked, replica, headers, stream, send)
+        except BROKEN as broken:
             self.links.router.failed(replica.name)
-            if not has_begun:
-                raise ReplicaLostError from error
+            if not stream.has_begun:
+                raise ReplicaLostError from broken
             self.num_lost += 1
-            await asyncio.shield(self._bill(asked, ledger_id, "error", frames.counts))
-            await _end_early(asked.request, payload, ReplicaLostError(), send)
-        except DrainingError as error:
-            await asyncio.shield(self._bill(asked, ledger_id, "error", frames.counts))
-            if not has_begun:
-                raise
-            await _end_early(asked.request, payload, error, send)
+            error: ManyloraError = ReplicaLostError()
+        except DrainingError as draining:
+            error = draining
+        await asyncio.shield(self._bill(asked, ledger_id, "error", stream.frames.counts))
+        if not stream.has_begun:
+            raise error
+        event = error_shape(asked.request.url.path).event(error_body(error))
+        await send({"type": "http.response.body", "body": stream.unsent + event})
         return None
 
-    async def _bill(self, asked: Asked, ledger_id: str, status: str, counts: Counts) -> None:
-        """Record what the client got of an answer that its replica or this gateway broke; what fails is logged."""
+    async def _pass_answer(
+        self,
+        asked: GatewayRequest,
+        replica: Replica,
+        headers: list[tuple[str, str]],
+        stream: StreamedAnswer,
+        send: Send,
+    ) -> Response | None:
+        """Pass on a stream, which is kept in `stream`; returns an answer that is none."""
+        async with self.links.session.post(
+            url_of(replica, asked.request), data=asked.body, headers=headers, allow_redirects=False
+        ) as answer:
+            if not answer.content_type.startswith("text/event-stream"):
+                body = await answer.read()
+                if LENGTH in answer.headers:  # else the HTTP layer of the replica answered
+                    body = stream.frames.take(body)
+                self.links.router.answered(replica.name)
+                return whole(answer, body)
+            start = {"status": answer.status, "headers": headers_for_client(answer)}
+            async for data in answer.content.iter_any():
+                stream.unsent = stream.frames.take(data)
+                if not stream.unsent:
+                    continue
+                if not stream.has_begun:
+                    self.links.router.answered(replica.name)
+                    stream.has_begun = True
+                    asked.answered()
+                    await send({"type": "http.response.start", **start})
+                payload = stream.unsent
+                await send({"type": "http.response.body", "body": payload, "more_body": True})
+                stream.unsent = b""
+            await send({"type": "http.response.body", "body": b""})
+            return None
+
+    async def _bill(
+        self, asked: GatewayRequest, ledger_id: str, status: str, counts: Counts
+    ) -> None:
+        """Record the tokens that the client got of a broken answer; what fails is logged."""
         event = asked.event(
             at=datetime.now(UTC),
             id=ledger_id,
@@ -339,14 +340,3 @@ class Gateway:
             await self.registry.usage.record(event)
         except ManyloraError as error:
             log.exception("usage_not_recorded", ledger_id=ledger_id, code=error.code)
-
-
-async def _end_early(request: Request, payload: bytes, error: ManyloraError, send: Send) -> None:
-    """End a stream with what is left of it, and the event by which clients of this API know errors."""
-    body = error_body(error)
-    event = sse.event(body)
-    if request.url.path == MESSAGES:
-        event = sse.event(as_anthropic(body), "error")
-    elif request.url.path == RESPONSES:
-        event = sse.event({**body["error"], "type": "error", "sequence_number": 0}, "error")
-    await send({"type": "http.response.body", "body": payload + event})

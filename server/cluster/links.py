@@ -20,7 +20,7 @@ from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
 from manylora.server.http.wire import MAX_HEAD_BYTES
-from manylora.server.threads import cancel_all, repeat
+from manylora.server.process.threads import cancel_all, repeat
 
 log = structlog.get_logger("manylora.server")
 LIST_S = 1.0
@@ -83,6 +83,13 @@ class Links:
     def listed(self) -> list[Server]:
         """The replicas that the registry lists, and those that are connected all the same."""
         return [server for server, _ in self._followed.values()]
+
+    @property
+    def base_names(self) -> list[str]:
+        """Names of the base, the one that clients call it by first."""
+        served = [server.model for server in self.listed if server.model]
+        reported = [name for report in self.reports.values() for name in report.base_names]
+        return list(dict.fromkeys([*served, *reported]))
 
     @contextmanager
     def using(self, name: str, cut: Callable[[], None]) -> Iterator[None]:

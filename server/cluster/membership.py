@@ -10,8 +10,8 @@ import structlog
 from manylora.errors import CapacityError
 from manylora.registry.servers import BEAT_S, Server, Servers
 from manylora.server.cluster.wire import REPORT_S
-from manylora.server.drain import first_of
-from manylora.server.threads import cancel_all
+from manylora.server.process.drain import first_of
+from manylora.server.process.threads import cancel_all
 
 log = structlog.get_logger("manylora.server")
 NOTICE_S = {"replica": 4 * REPORT_S, "gateway": 3.0}

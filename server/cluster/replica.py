@@ -37,9 +37,9 @@ from manylora.server.cluster.wire import (
 from manylora.server.hop import Hop
 from manylora.server.http.sse import ClosingResponse
 from manylora.server.http.wire import TRUST
-from manylora.server.services import Services
+from manylora.server.process.threads import cancel_all
+from manylora.server.services import Services, base_names
 from manylora.server.status.readiness import can_generate
-from manylora.server.threads import cancel_all
 
 RESIDENTS_S = 1.0
 """Seconds between two looks at which adapters the engine has."""
@@ -107,7 +107,7 @@ class Reports:
             await asyncio.sleep(REPORT_S)
 
     def _report(self, tiers: dict[str, str | None]) -> Report:
-        load, gate = self._services.engine.load, self._services.gate
+        load, gate = self._services.engine.load, self._services.limits.gate
         rate = load.rate if load else 0.0
         backlog = sum(tenant.backlog for tenant in load.tenants.values()) if load else 0.0
         state = self._membership.server.state
@@ -116,6 +116,7 @@ class Reports:
             state="down" if state == "ready" and not can_generate(self._services) else state,
             backlog_s=backlog / rate if rate else 0.0,
             rate=rate,
+            base_names=base_names(self._services.config),
             running=gate.num_running,
             waiting=gate.num_waiting,
             tiers=tiers,
@@ -123,7 +124,7 @@ class Reports:
 
     async def _tiers(self) -> dict[str, str]:
         """Adapters of the engine that need no fetch, by digest; asked once for all gateways."""
-        now_s = self._services.monotonic()
+        now_s = self._services.clock.monotonic()
         if now_s - self._looked_s >= RESIDENTS_S:
             self._looked_s = now_s
             try:

@@ -1,4 +1,4 @@
-"""What a gateway reads of a generation request to choose a replica. The replica checks the body; a gateway does not."""
+"""Fields of a generation request that a gateway reads to choose a replica; it leaves the check of the body to that."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RouteFields(msgspec.Struct, frozen=True):
         return num_bytes / BYTES_A_TOKEN + OUTPUT_UNITS * output
 
     def beginning(self, tenant: str) -> bytes | None:
-        """The same for prompts that begin alike; None for short ones."""
+        """A hash that is equal for prompts that begin alike; None for short ones."""
         raw = b"".join(
             (bytes(self.system), bytes(self.messages), bytes(self.prompt), bytes(self.input))
         )

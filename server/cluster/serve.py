@@ -25,8 +25,7 @@ from manylora.server.auth.admin_key import (
 from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.cluster.membership import Membership
 from manylora.server.http.connection_room import most_connections
-from manylora.server.limits.database_turns import database_turns
-from manylora.server.listen import (
+from manylora.server.http.listen import (
     ApiServer,
     Shutdown,
     bind,
@@ -35,8 +34,9 @@ from manylora.server.listen import (
     run_until_signal,
     url_of,
 )
-from manylora.server.logs import configure_logs
-from manylora.server.threads import cancel_all
+from manylora.server.process.database_turns import database_turns
+from manylora.server.process.logs import configure_logs
+from manylora.server.process.threads import cancel_all
 
 Announce = Callable[[str], None]
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from manylora.registry.keys import KeyRing
+from manylora.registry.access.keys import KeyRing
 from manylora.server.hop import Counts
 
 CLUSTER = "x-manylora-cluster"
@@ -24,7 +24,7 @@ LENGTH = "x-manylora-length"
 """In a framed answer: the Content-Length that the client is to see."""
 INTERNAL = frozenset({CLUSTER, LEDGER_ID, WEIGHT_SHARE, STICKY, PROBE, LENGTH})
 """Headers that no client may send."""
-SHARED = "manylora cluster 2"
+SHARED = "manylora cluster 3"
 """The digest of this text under the pepper is the value of CLUSTER; the number counts up with each change of what they
 say."""
 STATE_PATH = "/internal/state"
@@ -48,6 +48,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """down: its engine is away, or it cannot record usage; it answers what needs neither."""
     backlog_s: float
     """Seconds of work that wait in its engine."""
+    base_names: tuple[str, ...] = ()
+    """Names of the base, the one that clients call it by first."""
     rate: float
     """Units per second that the engine computes; 0 until it was measured."""
     running: int

@@ -50,7 +50,7 @@ class ChatLogprobsView(View):
 
 
 class CalledFunctionView(View):
-    """What is called, and with what."""
+    """The function that is called, and its arguments."""
 
     name: str
     arguments: str
@@ -73,9 +73,9 @@ class AnswerView(View):
     """Null where the answer is calls alone."""
     refusal: None
     reasoning: str | None = None
-    """What the model wrote before its answer; absent where there is none."""
+    """Text that the model wrote before its answer; absent where there is none."""
     reasoning_content: str | None = None
-    """The same: some clients read this name."""
+    """Equal to `reasoning`; some clients read this name."""
     tool_calls: list[CallView] | None = None
     """Absent where there is none."""
 
@@ -110,8 +110,8 @@ def _content(value: object) -> str:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if not isinstance(kind, str) or kind not in _TEXTS:
-                told = kind[:40] if isinstance(kind, str) else shown(part)
-                message = f"Manylora takes message parts of type text only, got {told}."
+                given = kind[:40] if isinstance(kind, str) else shown(part)
+                message = f"Manylora takes message parts of type text only, got {given}."
                 raise UnsupportedParameterError(message, param="messages")
             if type(part.get(_TEXTS[kind])) is not str:
                 raise InvalidRequestError(
@@ -142,13 +142,13 @@ class Message(StoredBody):
     name: str | None = Field(None, max_length=64)
     """The model sees it in messages of role tool only."""
     tool_calls: list[Call] = Field(default_factory=list, max_length=MAX_TOOLS)
-    """What an earlier answer called."""
+    """Calls of an earlier answer."""
     tool_call_id: str | None = Field(None, max_length=256)
     """For role tool: the call that this is the result of."""
     reasoning: str | None = None
-    """What the model wrote before an earlier answer."""
+    """Text that the model wrote before an earlier answer."""
     reasoning_content: str | None = None
-    """The same: some clients use this name."""
+    """Another name of `reasoning`, which some clients use."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,7 +174,7 @@ class Message(StoredBody):
 
     @property
     def texts(self) -> list[str]:
-        """What the model may see of it."""
+        """Texts of it that the model may see."""
         calls = [json.dumps(call.function.arguments) for call in self.tool_calls]
         return [self.content, self.reasoning or "", self.reasoning_content or "", *calls]
 
@@ -195,9 +195,9 @@ class ToolsBody(Body):
     """Fields of chats that change what the chat template writes."""
 
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends where the assistant begins to speak; true, but for `continue_final_message`."""
+    """True ends the prompt where the assistant begins to speak. Default: the opposite of `continue_final_message`."""
     continue_final_message: bool = False
-    """Whether the prompt ends inside the last message, which the answer continues."""
+    """True ends the prompt inside the last message, which the answer continues."""
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template, for example `{"enable_thinking": false}`."""
@@ -239,8 +239,10 @@ class ToolsBody(Body):
     @property
     def template_options(self) -> dict[str, bool]:
         """For `ChatTemplate.render`."""
-        is_continued, asked = self.continue_final_message, self.add_generation_prompt
-        is_begun = not is_continued if asked is None else asked
+        is_continued = self.continue_final_message
+        is_begun = self.add_generation_prompt
+        if is_begun is None:
+            is_begun = not is_continued
         return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}
 
 
@@ -249,10 +251,10 @@ class ChatBody(GenerationBody, ToolsBody):
 
     neutral_values = unsupported_params.CHAT
     may_fill_context: ClassVar[bool] = False
-    """Whether a limit of tokens may be above what the context leaves, which then counts."""
+    """True of an API whose clients may send a limit above what the context leaves; the context counts then."""
 
     has_logprobs_of_text_alone: ClassVar[bool] = False
-    """Whether tokens of reasoning and calls have no log-probabilities in the answer."""
+    """True of an API whose answers have no log-probabilities of reasoning and calls."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
@@ -268,17 +270,18 @@ class ChatBody(GenerationBody, ToolsBody):
         BeforeValidator(parse_tool_choice),
         WithJsonSchema(TOOL_CHOICE_SCHEMA, mode="validation"),
     ] = None
-    """Whether and what to call: auto where there are tools."""
+    """The tools that may or must be called: auto where there are tools."""
     parallel_tool_calls: bool = True
-    """Whether one answer may hold several calls."""
+    """True lets one answer hold several calls."""
     reasoning_effort: Effort | None = None
     """For models whose chat template knows `reasoning_effort` or `enable_thinking`."""
     include_reasoning: bool = True
-    """Whether to send the reasoning; it is generated and billed in any case."""
+    """False leaves the reasoning out of the answer; it is generated and billed all the same."""
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
-        choice, names = self.tool_choice, {tool.function.name for tool in self.tools}
+        choice = self.tool_choice
+        names = {tool.function.name for tool in self.tools}
         if self.has_own_grammar and self.offered:
             message = "structured_outputs.grammar cannot be used with tools. Send json, regex or choice, or no tools."
             raise UnsupportedParameterError(message, param="structured_outputs")
@@ -314,7 +317,7 @@ class ChatBody(GenerationBody, ToolsBody):
 
     @property
     def echoed_text(self) -> str:
-        """What goes before the answer."""
+        """Text that goes before the answer."""
         return (
             self.messages[-1].content if self.echo and self.messages[-1].role == "assistant" else ""
         )

@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from manylora.adapters.ref import AdapterRef
 from manylora.engine.process.inbox import Inbox
-from manylora.engine.request import GenerationRequest, RequestOutput
-from manylora.engine.text.text_stream import TextDelta, TextStream
+from manylora.engine.request import FlowKey, GenerationRequest, RequestOutput
+from manylora.engine.text.text_stream import NONE_SHOWN, TextDelta, TextStream
 from manylora.errors import EngineError, EngineUnavailableError
 from manylora.server.errors import from_engine
-from manylora.server.generation.prompts import Prompt
+from manylora.server.generation.prompts import Prompt, Prompts
+from manylora.server.generation.schemas import GenerationBody
 from manylora.server.limits.gate import Admission
-from manylora.server.threads import cancel_all
+from manylora.server.process.threads import cancel_all
 
 if TYPE_CHECKING:
     from manylora.engine.process.client import EngineClient
+    from manylora.engine.text.tokenizer import Tokenizer
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:
@@ -69,20 +72,69 @@ class Choice:
     prompt_tokens: int = 0
     """Computed tokens of the prompt, the cached ones included; all of them once a token of output has come."""
     cached_tokens: int = 0
-    """Of these, the tokens taken from the prefix cache."""
+    """Tokens of the prompt that were taken from the prefix cache."""
     reasoning_tokens: int = 0
     """Tokens of output that were reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceStep:
-    """What one output of the engine adds to a choice."""
+    """An output of the engine, and the text that it adds to a choice."""
 
     choice: Choice
     output: RequestOutput
     delta: TextDelta
     num_tokens: int
     """Tokens of the choice delivered up to and with this step."""
+
+
+def choices_of(
+    body: GenerationBody,
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    ledger_id: str,
+    adapter: AdapterRef | None,
+    flow: FlowKey,
+) -> list[Choice]:
+    """All candidates; those of a beam search have one request.
+
+    Args:
+        body: The number of candidates, and how they are searched.
+        prompts: Each has its own candidates.
+        tokenizer: Turns their tokens into text.
+        ledger_id: Ids of the engine's requests begin with it.
+        adapter: None is the base.
+        flow: The place of the requests in the engine's order.
+    """
+    choices = []
+    beam = body.beam
+    count = body.num_candidates
+    for prompt_index, (prompt, params) in enumerate(prompts):
+        shown_ids = prompt.answer.shown_ids if prompt.answer is not None else NONE_SHOWN
+        first = prompt_index * count
+        for choice_index in range(count):
+            fork_index = 0 if beam is not None else choice_index
+            request = GenerationRequest(
+                request_id=f"{ledger_id}-{first + fork_index}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                adapter=adapter,
+                flow=flow,
+                choice_index=fork_index,
+                fork_of=f"{ledger_id}-{first}" if fork_index else None,
+                beam=beam,
+                grammar=prompt.grammar,
+            )
+            choices.append(
+                Choice(
+                    index=first + choice_index,
+                    prompt_index=prompt_index,
+                    prompt=prompt,
+                    request=request,
+                    text=TextStream(tokenizer, params, prompt.token_ids, shown_ids),
+                )
+            )
+    return choices
 
 
 class Generation:

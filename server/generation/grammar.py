@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.grammar.problems import TOO_COMPLEX, grammar_problem, schema_problem
@@ -14,47 +15,77 @@ from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
 from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 
+if TYPE_CHECKING:
+    from manylora.server.auth.callers import Caller
+    from manylora.server.services import Services
+
 MAX_SEARCHED = 64
 """Parts of a schema that are tried for the place of what is wrong."""
-Part = tuple[object, str]
+GrammarPart = tuple[object, str]
 """A JSON schema, or a grammar as text, and its place in the body."""
 
 
+class WantedGrammar(NamedTuple):
+    """The grammar that answers are to be held to, not yet checked."""
+
+    lark: str
+    param: str
+    """Field of the body that asks for it."""
+    parts: Sequence[GrammarPart]
+
+
+async def checked_in_turn(wanted: WantedGrammar, services: Services, caller: Caller) -> Grammar:
+    """Check a grammar in its tenant's turn, or at once if it was found sound before; raises like `checked_grammar`."""
+    tenant = caller.tenant_id or ""
+    folder = services.tokenizer.folder
+    check = partial(checked_grammar, wanted.lark, wanted.param, folder, tenant, wanted.parts)
+    if grammar_checker().is_sound(Grammar.of(wanted.lark).digest, folder, tenant):
+        return check()
+    return await services.bodies.long_work.wait(check, tenant, caller.weight)
+
+
 def checked_grammar(
-    lark: str, param: str, folder: Path, tenant: str = "", parts: Sequence[Part] = ()
+    lark: str, param: str, folder: Path, tenant: str = "", parts: Sequence[GrammarPart] = ()
 ) -> Grammar:
-    """What the engine is to hold an answer to.
+    """Check a grammar in a child process.
 
     Args:
         lark: A whole grammar with the rule `start`.
-        param: What it was made of, for errors.
-        folder: Of the checkpoint.
-        tenant: Who sent it.
-        parts: What it was made of, one by one: an error names the one that is wrong.
+        param: Field of the body that asks for it.
+        folder: Folder of the checkpoint.
+        tenant: Id of who sent it.
+        parts: The parts that it was made of: an error names the one that is wrong.
 
     Raises:
         InvalidRequestError: It is no grammar, or too large.
         CapacityError: It could not be checked.
     """
-    encoded = lark.encode()
-    if len(encoded) > MAX_GRAMMAR_BYTES:
-        message = f"{param} makes a grammar of {len(encoded)} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
+    size = len(lark.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"{param} makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
         raise InvalidRequestError(message, param=param, code="grammar_too_large")
     search = _Search(grammar_checker(), folder, tenant)
     problem = search.problem(lark)
     if problem is None:
         return Grammar.of(lark)
-    is_schema = "%json" in lark
-    told = schema_problem(problem) if is_schema else grammar_problem(problem, has_lines=False)
-    place, reason, is_schema = search.cause(parts) or (
-        parts[0][1] if len(parts) == 1 else param,
-        told,
-        is_schema,
-    )
-    message = f"{place[:200]}: no answer can be held to this: {reason}."
-    raise InvalidRequestError(
-        message, param=place[:200], code="invalid_json_schema" if is_schema else "invalid_grammar"
-    )
+    cause = search.cause(parts)
+    if cause is None:
+        place = parts[0][1] if len(parts) == 1 else param
+        if "%json" in lark:
+            cause = _Cause(place, schema_problem(problem), is_schema=True)
+        else:
+            cause = _Cause(place, grammar_problem(problem, has_lines=False), is_schema=False)
+    message = f"{cause.place[:200]}: no answer can be held to this: {cause.reason}."
+    code = "invalid_json_schema" if cause.is_schema else "invalid_grammar"
+    raise InvalidRequestError(message, param=cause.place[:200], code=code)
+
+
+class _Cause(NamedTuple):
+    """The part of a request that is wrong."""
+
+    place: str
+    reason: str
+    is_schema: bool
 
 
 class _Search:
@@ -70,26 +101,26 @@ class _Search:
         """The fault that llguidance finds in a whole grammar; None if it is sound."""
         return self._checker.problem(lark, Grammar.of(lark).digest, self._folder, self._tenant)
 
-    def cause(self, parts: Sequence[Part]) -> tuple[str, str, bool] | None:
-        """A place, what is wrong there, and whether it is a schema; None if each part alone is right."""
+    def cause(self, parts: Sequence[GrammarPart]) -> _Cause | None:
+        """The first part that is wrong, as small as it can be told; None if each part alone is right."""
         for part, place in parts:
-            if isinstance(part, str):
-                problem = self.problem(part)
-                if problem is not None:
-                    return (
-                        place,
-                        grammar_problem(problem, has_lines=place.endswith(".grammar")),
-                        False,
-                    )
-            elif (found := self._alone(part, part, place)) is not None:
-                return *(self._within(part, part, place) or (place, found)), True
+            if not isinstance(part, str):
+                reason = self._alone(part, part, place)
+                if reason is not None:
+                    found = _Cause(place, reason, is_schema=True)
+                    return self._within(part, part, place) or found
+            elif (problem := self.problem(part)) is not None:
+                reason = grammar_problem(problem, has_lines=place.endswith(".grammar"))
+                return _Cause(place, reason, is_schema=False)
         return None
 
-    def _within(self, schema: object, root: object, path: str) -> tuple[str, str] | None:
+    def _within(self, schema: object, root: object, path: str) -> _Cause | None:
         for name, part in _parts(schema):
-            found = self._alone(part, root, f"{path}.{name}")
-            if found is not None:
-                return self._within(part, root, f"{path}.{name}") or (f"{path}.{name}", found)
+            place = f"{path}.{name}"
+            reason = self._alone(part, root, place)
+            if reason is not None:
+                found = _Cause(place, reason, is_schema=True)
+                return self._within(part, root, place) or found
         return None
 
     def _alone(self, schema: object, root: object, path: str) -> str | None:
@@ -102,10 +133,10 @@ class _Search:
             problem = self.problem(json_grammar({**schema, **shared}, path))
         except InvalidRequestError:
             return None
-        told = None if problem is None else schema_problem(problem)
-        if told == TOO_COMPLEX:
+        reason = None if problem is None else schema_problem(problem)
+        if reason == TOO_COMPLEX:
             self._num_left = 0  # which takes its time
-        return told
+        return reason
 
 
 def _parts(schema: object) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the APIs share that show an answer as a list of items: reasoning, texts and calls, one after the other.
+"""Parts of the APIs that show an answer as a list of items: reasoning, texts and calls, one after the other.
 
 Their requests become chats, so that one code generates, and bills, for all of them.
 """
@@ -23,12 +23,12 @@ from manylora.errors import (
 )
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import JsonObject, Part
+from manylora.server.generation.openai_format import AnswerPart, JsonObject
 from manylora.server.http.wrong_value import shown
 from manylora.server.tools.reading import CallPiece
 
 TEXT_ONLY = "The model reads and writes text only, and Manylora runs no tools."
-Kind = Literal["reasoning", "text", "call"]
+ItemKind = Literal["reasoning", "text", "call"]
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def kind_of(value: object, known: Collection[str], param: str, default: str = ""
         default: The type of an object that has none.
 
     Raises:
-        UnsupportedParameterError: Another one. It is told by its name.
+        UnsupportedParameterError: It is another one, which the error names.
     """
     kind = str(value.get("type") or default) if isinstance(value, dict) else shown(value)
     if kind not in known:
@@ -110,7 +110,7 @@ def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = 
 class Item:
     """A part of an answer that is of one kind."""
 
-    kind: Kind
+    kind: ItemKind
     index: int
     """Place in the answer."""
     id: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -143,9 +143,9 @@ class ItemWriter(ABC):
         self.meter = meter
         self.open_item: Item | None = None
         self._logprobs: list[object] = []
-        """Of tokens whose text has not come yet."""
+        """Log-probabilities of tokens whose text has not come yet."""
         self._has_begun = False
-        self.end = Part(text="")
+        self.end = AnswerPart(text="")
         """The last part, once it has come: why the answer ended."""
 
     @abstractmethod
@@ -176,14 +176,14 @@ class ItemWriter(ABC):
     def failure(self, error: ManyloraError) -> bytes:
         """The end of a stream that an error cuts."""
 
-    def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
+    def whole(self, ends: Sequence[tuple[Choice, AnswerPart]]) -> JsonObject:
         """The answer; items of one kind are joined."""
         ((_, self.end),) = ends
         for item, text, logprobs in self._grow(self.end):
             item.add(text, logprobs)
         return self.answer()
 
-    def events(self, step: ChoiceStep, part: Part) -> bytes:
+    def events(self, step: ChoiceStep, part: AnswerPart) -> bytes:
         """Events of the items that a step adds to."""
         del step
         payload = b"" if self._has_begun else self.begun()
@@ -202,7 +202,7 @@ class ItemWriter(ABC):
         """The end of the last item, and of the answer."""
         return self._close() + self.ended()
 
-    def _grow(self, part: Part) -> Iterator[tuple[Item, str, list[object]]]:
+    def _grow(self, part: AnswerPart) -> Iterator[tuple[Item, str, list[object]]]:
         """Give a part to its items: each with its next text, and the log-probabilities that go with that."""
         if part.logprobs:
             self._logprobs += part.logprobs["content"]
@@ -223,7 +223,7 @@ class ItemWriter(ABC):
         if part.finish_reason is not None and self.items and self.items[-1].kind == "text":
             self.items[-1].logprobs += self._logprobs  # of the token that ended it
 
-    def _item(self, kind: Kind, call: CallPiece | None = None) -> Item:
+    def _item(self, kind: ItemKind, call: CallPiece | None = None) -> Item:
         """The last item, or a new one after it."""
         if (
             not self.items

@@ -1,4 +1,4 @@
-"""What one HTTP request is billed: exactly one usage event, durable before the client sees the end.
+"""The bill of one HTTP request: exactly one usage event, durable before the client sees the end.
 
 1. A request that ends by itself is billed its prompt and its output.
 2. A request that its client cuts, or that ends by what it asked for (its grammar leaves no token), is billed what the
@@ -13,83 +13,50 @@ has computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
 
 import structlog
 
 from manylora.engine.request import AdapterState
 from manylora.errors import ManyloraError
-from manylora.registry.records import ServiceClass, UsageEvent
-from manylora.server.auth.callers import Caller
+from manylora.registry.records import UsageEvent
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
-from manylora.server.hop import Counts, Hop
+from manylora.server.hop import Counts
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.long_work import BYTES_PER_CHARACTER
-from manylora.server.model_name import ResolvedModel
 from manylora.server.services import Services
+from manylora.server.versions.names import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128
 MARK_S = 1.0
-MAX_REQUEST_ID = 128
-ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Who sent a request, and how."""
-
-    services: Services
-    caller: Caller
-    reservation: LimitReservation
-    """Admitted, nothing reserved."""
-    endpoint: str
-    request_id: str
-    session: str | None = None
-    num_bytes: int = 0
-    """Length of the body."""
-    digest: int = 0
-    """Hash of the key and the body: the same when a client sends a request again."""
-    deadline_s: float | None = None
-    """Seconds within which the client wants the first token."""
-    hop: Hop | None = None
-    """If a gateway passed it on."""
-    line_id: str | None = None
-    """For a line of a batch: its ledger id. Such a request does not pass the gate."""
-
-    async def work(self, function: Callable[[], ResultT], num_bytes: int) -> ResultT:
-        """Run a function that reads `num_bytes` bytes of the request; see `LongWork.run`."""
-        return await self.services.long_work.run(
-            function, num_bytes, self.caller.tenant_id, self.caller.weight
-        )
-
-    async def tokenize(self, function: Callable[[], ResultT], num_characters: int) -> ResultT:
-        """Run a function that tokenizes `num_characters` characters of the request."""
-        return await self.work(function, BYTES_PER_CHARACTER * num_characters)
 
 
 class Meter:
     """Counts the tokens of one HTTP request, and records its usage event.
 
     Args:
-        origin: The request. Its limits are settled when the event is recorded; times count from its admission.
+        services: The ledger, metrics and clocks.
+        reservation: Settled when the event is recorded; times count from its admission.
         model: The model that was asked for.
+        event: Makes the event of what is known at the end.
+        is_interactive: False for a line of a batch, whose times no metric has.
     """
 
-    def __init__(self, origin: Origin, model: ResolvedModel) -> None:
-        self.is_passed_on = origin.hop is not None
-        """Whether a gateway waits for the answer."""
-        given = origin.hop.ledger_id if origin.hop else origin.line_id
-        self.ledger_id = given or origin.services.registry.usage.mint_id()
-        if origin.hop is not None:
-            origin.hop.billed = self.counts
-        self._service_class: ServiceClass = "interactive" if origin.line_id is None else "batch"
-        self._origin = origin
-        self._services = origin.services
+    def __init__(
+        self,
+        services: Services,
+        reservation: LimitReservation,
+        model: ResolvedModel,
+        event: Callable[..., UsageEvent],
+        *,
+        is_interactive: bool,
+    ) -> None:
+        self._services = services
+        self._reservation = reservation
         self._model = model
-        self._started_s = origin.reservation.admitted_s
+        self._make_event = event
+        self._is_interactive = is_interactive
+        self._started_s = reservation.admitted_s
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens = 0
         self._tokens: dict[int, int] = {}
@@ -102,9 +69,9 @@ class Meter:
         self._is_finished = False
 
     def counts(self) -> Counts:
-        """What is billed so far: the tokens delivered, or those computed, by the rule above."""
-        prompt, completion = sum(self._prompt_tokens.values()), sum(self._tokens.values())
-        return Counts(prompt, self._cached_tokens, completion)
+        """The tokens billed until now: those delivered, or those computed, by the rule above."""
+        prompt = sum(self._prompt_tokens.values())
+        return Counts(prompt, self._cached_tokens, sum(self._tokens.values()))
 
     @property
     def usage(self) -> UsageView:
@@ -122,24 +89,24 @@ class Meter:
 
     def observe(self, step: ChoiceStep) -> None:
         """Note the times of a step, when it comes from the engine."""
-        now = self._services.monotonic()
+        now = self._services.clock.monotonic()
         if self._ttft_s is None:
             self._ttft_s = now - self._started_s
             self._queue_s = step.output.queue_s
             self._adapter_state = step.output.adapter_state
-            if self._service_class == "interactive":
+            if self._is_interactive:
                 self._services.metrics.first_token(self._ttft_s, self._queue_s)
         last = self._last_token_s.get(step.choice.index)
-        if last is not None and step.output.token_ids and self._service_class == "interactive":
+        if last is not None and step.output.token_ids and self._is_interactive:
             self._services.metrics.itl.observe(now - last)
         self._last_token_s[step.choice.index] = now
 
     def deliver(self, step: ChoiceStep) -> None:
         """Count a step as delivered: it is part of the next write."""
-        choice, num_prompt = step.choice, len(step.choice.prompt.token_ids)
-        if (
-            choice.request.choice_index == 0 and choice.index not in self._tokens
-        ):  # the first step of a prompt
+        choice = step.choice
+        num_prompt = len(choice.prompt.token_ids)
+        is_first = choice.index not in self._tokens
+        if is_first and choice.request.choice_index == 0:
             self._cached_tokens += min(step.output.cached_tokens, num_prompt)
         self._prompt_tokens[choice.prompt_index] = num_prompt
         self._tokens[choice.index] = step.num_tokens
@@ -147,8 +114,9 @@ class Meter:
             self._reasoning_tokens[choice.index] = choice.reasoning_tokens
 
     def take_computed(self, choices: Iterable[Choice]) -> None:
-        """Count what was computed for the choices instead of what was delivered."""
-        self._prompt_tokens, self._cached_tokens = {}, 0
+        """Count the tokens computed for the choices instead of those delivered."""
+        self._prompt_tokens = {}
+        self._cached_tokens = 0
         for choice in choices:
             known = self._prompt_tokens.get(choice.prompt_index, 0)
             self._prompt_tokens[choice.prompt_index] = max(known, choice.prompt_tokens)
@@ -158,7 +126,8 @@ class Meter:
 
     def mark(self) -> None:
         """Leave a progress mark if enough was delivered since the last one."""
-        now, tokens = self._services.monotonic(), sum(self._tokens.values())
+        now = self._services.clock.monotonic()
+        tokens = sum(self._tokens.values())
         marked_tokens, marked_s = self._marked
         if tokens - marked_tokens >= MARK_TOKENS or now - marked_s >= MARK_S:
             self._marked = (tokens, now)
@@ -190,11 +159,9 @@ class Meter:
 
     def settle(self, event: UsageEvent) -> None:
         """Count a recorded event against the limits, and in the metrics."""
-        self._origin.reservation.settle(
-            event.id, event.prompt_tokens + event.completion_tokens, event.at
-        )
+        self._reservation.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
         adapter = self._model.adapter
-        if event.duration_s is not None and self._service_class == "interactive":
+        if event.duration_s is not None and self._is_interactive:
             self._services.metrics.whole.observe(event.duration_s)
         self._services.metrics.request_ended(
             event.tenant,
@@ -212,29 +179,19 @@ class Meter:
         try:
             await self.finish(status)
         except ManyloraError as error:
-            log.exception("usage_not_recorded", ledger_id=self.ledger_id, code=error.code)
+            ledger_id = self._event(status).id
+            log.exception("usage_not_recorded", ledger_id=ledger_id, code=error.code)
 
     def _event(self, status: str) -> UsageEvent:
-        counts, adapter, version = self.counts(), self._model.adapter, self._model.version
-        return UsageEvent(
-            id=self.ledger_id,
-            at=self._services.now(),
-            tenant_id=self._origin.caller.tenant_id,
-            tenant=self._origin.caller.tenant,
-            key_id=self._origin.caller.identity.key_id,
-            adapter_id=adapter.id if adapter else None,
-            adapter=adapter.name_for(self._origin.caller.tenant_id) if adapter else None,
-            adapter_version=version.version if version else None,
-            adapter_digest=version.digest if version else None,
-            request_id=self._origin.request_id[:MAX_REQUEST_ID],
-            endpoint=self._origin.endpoint,
-            service_class=self._service_class,
+        counts = self.counts()
+        return self._make_event(
+            at=self._services.clock.now(),
             status=status,
             prompt_tokens=counts.prompt,
             cached_tokens=counts.cached,
             completion_tokens=counts.completion,
             queue_s=self._queue_s,
             ttft_s=self._ttft_s,
-            duration_s=self._services.monotonic() - self._started_s,
+            duration_s=self._services.clock.monotonic() - self._started_s,
             adapter_state=self._adapter_state,
         )

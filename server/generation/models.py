@@ -10,7 +10,6 @@ from manylora.errors import NotFoundError
 from manylora.registry.records import AdapterIdentity, AdapterVersion
 from manylora.server.auth.callers import AnyCaller
 from manylora.server.http.bodies import View
-from manylora.server.model_name import resolve_model
 from manylora.server.services import Services, Wired
 
 router = APIRouter(tags=["models"])
@@ -42,7 +41,8 @@ class ModelList(View):
 async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
     """List the base and all adapters that the key may call."""
     models = [_view(services, services.served_name)]
-    tenant_id, adapters = caller.tenant_id, services.registry.adapters
+    tenant_id = caller.tenant_id
+    adapters = services.registry.adapters
     if tenant_id is None:
         return ModelList(data=models)
     after, is_last = None, False
@@ -65,7 +65,7 @@ async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelV
         raise NotFoundError(
             "The path names no model. GET /v1/models lists all, GET /v1/models/NAME shows one."
         )
-    model = await resolve_model(services, caller, model_id)
+    model = await services.versions.names.resolve(caller.tenant_id, model_id)
     return _view(services, model_id, model.adapter, model.version)
 
 
@@ -78,7 +78,7 @@ def _view(
     """A version of an adapter; without one, the base."""
     return ModelView(
         id=name,
-        created=int((adapter.created_at if adapter else services.started_at).timestamp()),
+        created=int((adapter.created_at if adapter else services.clock.started_at).timestamp()),
         owned_by=adapter.tenant if adapter else "manylora",
         root=version.digest if version else services.served_name,
         parent=services.served_name if adapter else None,

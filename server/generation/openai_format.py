@@ -1,4 +1,4 @@
-"""How choices look in OpenAI's two dialects, whole and in chunks. One shape object serves one request."""
+"""Choices in OpenAI's two dialects, whole and in chunks. One shape object serves one request."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ JsonObject = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one step, or all steps, say of one choice."""
+class AnswerPart:
+    """One choice as one step, or all steps, have it."""
 
     text: str
     reasoning: str = ""
@@ -66,7 +66,7 @@ class Part:
     """None where the client did not ask for them."""
 
 
-class ResponseFormat(ABC):
+class AnswerShape(ABC):
     """One dialect."""
 
     whole_object: str
@@ -83,13 +83,14 @@ class ResponseFormat(ABC):
         self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
         """By prompt."""
 
-    def part(self, step: ChoiceStep) -> Part:
-        """What a step says; called once per step, in order."""
-        delta, found = step.delta, step.output.prompt_logprobs
+    def part(self, step: ChoiceStep) -> AnswerPart:
+        """The part that a step adds; called once per step, in order."""
+        delta = step.delta
+        found = step.output.prompt_logprobs
         if self._asked.prompt_logprobs is not None and found is not None:
             places = [None if entry is None else self._place(entry) for entry in found]
             self._prompt_logprobs[step.choice.prompt_index] = places
-        return Part(
+        return AnswerPart(
             text=self.text(step),
             logprobs=self.logprobs(step),
             finish_reason=delta.finish_reason,
@@ -106,7 +107,7 @@ class ResponseFormat(ABC):
         """The log-probabilities of a step's tokens; None where the client asked for none."""
 
     def prompt_facts(self, choice: Choice) -> JsonObject:
-        """What an answer says of a prompt, where it is asked for."""
+        """Fields about a prompt, where they are asked for."""
         facts: JsonObject = {}
         if self._asked.return_token_ids:
             facts["prompt_token_ids"] = choice.prompt.token_ids
@@ -128,12 +129,12 @@ class ResponseFormat(ABC):
             for token_id, logprob, rank in [(entry.token_id, entry.logprob, entry.rank), *ranked]
         }
 
-    def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
+    def whole_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """An entry of `choices` in a whole response; the same as in a chunk where a dialect does not say otherwise."""
         return self.chunk_choice(choice, part)
 
     @abstractmethod
-    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
+    def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """An entry of `choices` in a chunk."""
 
     def opening_choice(self, choice: Choice) -> JsonObject | None:
@@ -147,7 +148,7 @@ class ResponseFormat(ABC):
         return {}
 
 
-class CompletionFormat(ResponseFormat):
+class CompletionShape(AnswerShape):
     """/v1/completions."""
 
     whole_object = "text_completion"
@@ -175,7 +176,8 @@ class CompletionFormat(ResponseFormat):
         """Parallel lists over the step's tokens, after those of an echoed prompt."""
         if self._body.logprobs is None:
             return None
-        delta, start = step.delta, len(self._echoed.get(step.choice.index, ""))
+        delta = step.delta
+        start = len(self._echoed.get(step.choice.index, ""))
         own = self._lists(
             delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets]
         )
@@ -185,7 +187,7 @@ class CompletionFormat(ResponseFormat):
         offsets = [min(offset, start) for offset in prompt.text_offsets]
         return merge([self._lists(prompt.token_ids, step.output.prompt_logprobs, offsets), own])
 
-    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
+    def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`text`, `logprobs`, `finish_reason`; with the first chunk, facts of the prompt."""
         facts = self.prompt_facts(choice) if choice.index not in self._opened else {}
         self._opened.add(choice.index)
@@ -233,7 +235,7 @@ class CompletionFormat(ResponseFormat):
         return top
 
 
-class ChatFormat(ResponseFormat):
+class ChatShape(AnswerShape):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"
@@ -249,14 +251,16 @@ class ChatFormat(ResponseFormat):
         self._unread: dict[int, list[object]] = {}
         """Log-probabilities of tokens that may be text, or the mark of something else."""
 
-    def part(self, step: ChoiceStep) -> Part:
-        """What a step says; where answers may hold calls or reasoning, they are told apart here."""
-        part, plan = super().part(step), step.choice.prompt.answer
+    def part(self, step: ChoiceStep) -> AnswerPart:
+        """The part that a step adds; calls and reasoning are told from text here."""
+        part = super().part(step)
+        plan = step.choice.prompt.answer
         if plan is None:
             return part
         if step.choice.index not in self._readers:
             self._readers[step.choice.index] = plan.reader()
-        reader, delta = self._readers[step.choice.index], step.delta
+        reader = self._readers[step.choice.index]
+        delta = step.delta
         if self._is_by_token and part.logprobs is not None:
             reading, num_reasoning = self._read_by_token(reader, step, part.logprobs["content"])
         else:
@@ -272,15 +276,11 @@ class ChatFormat(ResponseFormat):
                 finish_reason = "length"
             elif finish_reason == "stop" and reader.num_calls:
                 finish_reason = "tool_calls"
-        reasoning, calls = (
-            reading.reasoning if plan.shows_reasoning else "",
-            joined_calls(reading.calls),
-        )
         return replace(
             part,
             text=reading.content,
-            reasoning=reasoning,
-            calls=calls,
+            reasoning=reading.reasoning if plan.shows_reasoning else "",
+            calls=joined_calls(reading.calls),
             finish_reason=finish_reason,
         )
 
@@ -288,9 +288,13 @@ class ChatFormat(ResponseFormat):
         self, reader: AnswerReader, step: ChoiceStep, entries: list[object]
     ) -> tuple[Reading, int]:
         """Read a step, and leave among the entries of its tokens those of text."""
-        whole, num_reasoning, start = Reading(), 0, 0
-        unread, text = self._unread.setdefault(step.choice.index, []), step.delta.text
-        given, entries[:] = entries[:], []
+        whole = Reading()
+        num_reasoning = 0
+        start = 0
+        unread = self._unread.setdefault(step.choice.index, [])
+        text = step.delta.text
+        given = entries[:]
+        entries.clear()
         for end, entry in zip_longest([*_cuts(step.delta)[:-1], len(text)], given):
             was_text = reader.is_text
             piece, count = reader.read(text[start:end], [len(text)] if entry else [])
@@ -301,10 +305,8 @@ class ChatFormat(ResponseFormat):
                 entries += unread
             if piece.content or piece.calls or count or (reader.is_text and not was_text):
                 unread.clear()
-            whole.content, whole.reasoning = (
-                whole.content + piece.content,
-                whole.reasoning + piece.reasoning,
-            )
+            whole.content += piece.content
+            whole.reasoning += piece.reasoning
             whole.calls += piece.calls
         if step.delta.finish_reason is not None and reader.is_text:
             entries += unread
@@ -321,10 +323,13 @@ class ChatFormat(ResponseFormat):
         return {"content": content}
 
     def _entry(self, token_id: int, logprob: float) -> JsonObject:
-        label, piece = self._label(token_id), self._tokenizer.token_bytes(token_id)
-        return {"token": label, "logprob": finite(logprob), "bytes": list(piece)}
+        return {
+            "token": self._label(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
 
-    def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
+    def whole_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`message`, `logprobs`, `finish_reason`."""
         text = self._echo + part.text
         content = None if part.calls and not text else text
@@ -345,9 +350,9 @@ class ChatFormat(ResponseFormat):
     def opening_choice(self, choice: Choice) -> JsonObject | None:
         """The chunk that says who speaks."""
         delta = {"role": "assistant", "content": self._echo}
-        return {"index": choice.index, "delta": delta, **self._end(Part(text=""))}
+        return {"index": choice.index, "delta": delta, **self._end(AnswerPart(text=""))}
 
-    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
+    def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`delta`, `logprobs`, `finish_reason`."""
         delta: JsonObject = {"content": part.text} if part.text else {}
         if part.reasoning or part.calls:
@@ -356,24 +361,31 @@ class ChatFormat(ResponseFormat):
             delta["tool_calls"] = [_call_delta(call) for call in part.calls]
         return {"index": choice.index, "delta": delta, **self._end(part)}
 
-    def _end(self, part: Part) -> JsonObject:
+    def _end(self, part: AnswerPart) -> JsonObject:
         logprobs = None if part.logprobs is None else {**part.logprobs, "refusal": None}
         why = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         return {"logprobs": logprobs, **why, **_token_ids(part)}
 
 
+def shape_of(body: CompletionBody | ChatBody, tokenizer: Tokenizer) -> AnswerShape:
+    """The shape of the answer to a body."""
+    if isinstance(body, ChatBody):
+        return ChatShape(body, tokenizer)
+    return CompletionShape(body, tokenizer)
+
+
 def _cuts(delta: TextDelta) -> list[int]:
-    """Where in the delta's text each of its tokens ends."""
+    """Ends of the delta's tokens in its text."""
     start = delta.text_offsets[0] if delta.text_offsets else 0
     ends = [offset - start for offset in delta.text_offsets[1:]]
     return [*ends, len(delta.text)] if delta.token_ids else []
 
 
-def _token_ids(part: Part) -> JsonObject:
+def _token_ids(part: AnswerPart) -> JsonObject:
     return {} if part.token_ids is None else {"token_ids": part.token_ids}
 
 
-def _reasoning(part: Part) -> JsonObject:
+def _reasoning(part: AnswerPart) -> JsonObject:
     return (
         {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
     )
@@ -393,16 +405,16 @@ def _call_delta(call: CallPiece) -> JsonObject:
     return {"index": call.index, **_call(call)}
 
 
-def joined(parts: Sequence[Part]) -> Part:
+def joined(parts: Sequence[AnswerPart]) -> AnswerPart:
     """All parts of a choice as one."""
-    last, text = parts[-1], "".join(part.text for part in parts)
+    last = parts[-1]
+    text = "".join(part.text for part in parts)
     logprobs = merge([part.logprobs for part in parts])
-    if (
-        logprobs is not None and "text_offset" in logprobs
-    ):  # a stop string may have been cut off since
+    if logprobs is not None and "text_offset" in logprobs:
+        # A stop string may have been cut off since.
         offsets = cast("list[int]", logprobs["text_offset"])
         logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
-    return Part(
+    return AnswerPart(
         text=text,
         reasoning="".join(part.reasoning for part in parts),
         calls=joined_calls([call for part in parts for call in part.calls]),

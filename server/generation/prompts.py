@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
@@ -13,7 +13,7 @@ from manylora.engine.text.text_stream import prompt_offsets
 from manylora.engine.text.tokenizer import LONG, MAX_SWELLING
 from manylora.errors import ContextLengthError, InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatBody, Message, ToolsBody
-from manylora.server.generation.grammar import Part, checked_grammar
+from manylora.server.generation.grammar import GrammarPart, WantedGrammar
 from manylora.server.generation.schemas import CompletionBody, GenerationBody
 from manylora.server.generation.vllm_fields import bad_word_tokens
 from manylora.server.services import Services
@@ -27,22 +27,18 @@ LEAST_TOP_P = 1e-9
 MAX_TOKEN_CHARACTERS = 128
 """Longest token that is reckoned with where the tokenizer does not tell."""
 _SAME = (
-    *(
-        "temperature",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    ),
-    *(
-        "logit_bias",
-        "seed",
-        "ignore_eos",
-        "min_tokens",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-    ),
+    "temperature",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
 )
 """Fields that a body and `SamplingParams` have under one name."""
 
@@ -57,31 +53,22 @@ class Prompt:
     text_offsets: Sequence[int] = ()
     """Characters of its text before each token, where they are asked for."""
     answer: AnswerPlan | None = None
-    """How to read answers that may hold calls or reasoning; None for plain text."""
+    """Plan for reading answers that may hold calls or reasoning; None for plain text."""
     grammar: Grammar | None = None
-    """What answers are held to."""
+    """The grammar that answers are held to."""
 
 
 Prompts = list[tuple[Prompt, SamplingParams]]
 """Each with how to continue it."""
 
 
-class AskedGrammar(NamedTuple):
-    """The grammar that answers are to be held to, not yet checked."""
-
-    lark: str
-    param: str
-    """Field of the body that asks for it."""
-    parts: list[Part]
-
-
 def prompts_and_params(
     body: CompletionBody | ChatBody, services: Services, rendered: str = ""
-) -> tuple[Prompts, AskedGrammar | None]:
+) -> tuple[Prompts, WantedGrammar | None]:
     """The prompts of a body in order, each with how to continue it, and what all answers are to be held to.
 
     Args:
-        body: What is asked for.
+        body: A completion, or a chat.
         services: The server's.
         rendered: A chat as the model reads it.
 
@@ -98,24 +85,13 @@ def prompts_and_params(
         body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed
     )
     prompts = [(_completion_prompt(given, body, services), params) for given in body.prompt]
-    return prompts, _asked_grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts())
+    return prompts, _wanted_grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts())
 
 
-def _asked_grammar(lark: str | None, param: str, parts: list[Part]) -> AskedGrammar | None:
-    return None if lark is None else AskedGrammar(lark, param, parts)
-
-
-def held_to(prompts: Prompts, asked: AskedGrammar, services: Services, tenant: str) -> Prompts:
-    """Prompts of a tenant whose answers are held to a grammar, which is checked in a child process.
-
-    Raises:
-        InvalidRequestError: It is no grammar, or too large.
-        CapacityError: It could not be checked.
-    """
-    grammar = checked_grammar(
-        asked.lark, asked.param, services.tokenizer.folder, tenant, asked.parts
-    )
-    return [(replace(prompt, grammar=grammar), params) for prompt, params in prompts]
+def _wanted_grammar(
+    lark: str | None, param: str, parts: Sequence[GrammarPart]
+) -> WantedGrammar | None:
+    return None if lark is None else WantedGrammar(lark, param, parts)
 
 
 def _completion_prompt(given: str | list[int], body: CompletionBody, services: Services) -> Prompt:
@@ -156,7 +132,9 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     )
 
 
-def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, AskedGrammar | None]:
+def _chat(
+    body: ChatBody, services: Services, rendered: str
+) -> tuple[Prompts, WantedGrammar | None]:
     """Without a token limit the answer may fill the context."""
     answer = _answer_format(body, services)
     check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
@@ -164,13 +142,16 @@ def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, A
     prompt = _truncated(
         Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services
     )
-    lark, param, parts = body.grammar_rule(), body.grammar_param, body.grammar_parts()
+    lark = body.grammar_rule()
+    param = body.grammar_param
+    parts: Sequence[GrammarPart] = body.grammar_parts()
     if answer is not None:
         begun = rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, body.offered, begun, shows_reasoning=body.include_reasoning)
         prompt = replace(prompt, answer=plan)
         lark, of_tools = _held_answer(body, plan, lark, services)
-        param, parts = "tools" if plan.tools else param, [*parts, *of_tools]
+        param = "tools" if plan.tools else param
+        parts = [*parts, *of_tools]
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:
@@ -178,7 +159,7 @@ def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, A
     _check_prompt(prompt, limit, services, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, services, max_tokens=limit, logprobs=logprobs)
-    return [(prompt, params)], _asked_grammar(lark, param, parts)
+    return [(prompt, params)], _wanted_grammar(lark, param, parts)
 
 
 def chat_job(body: ChatBody, services: Services) -> dict[str, Any]:
@@ -206,7 +187,7 @@ def render_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
 
 
 def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
-    """How the answers are to be read; None where they are plain text.
+    """The format by which answers are read; None where they are plain text.
 
     Raises:
         InvalidRequestError: The chat has tools or calls, and Manylora does not know how the model writes them.
@@ -227,7 +208,7 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
 
 def _held_answer(
     body: ChatBody, plan: AnswerPlan, lark: str | None, services: Services
-) -> tuple[str | None, Sequence[Part]]:
+) -> tuple[str | None, Sequence[GrammarPart]]:
     """The grammar of reasoning, then calls or an answer that `lark` allows, and the tools' schemas; None for free text.
 
     Raises:
@@ -288,7 +269,8 @@ def _params(
     logprobs: int | None,
     echoed_logprobs: int | None = None,
 ) -> SamplingParams:
-    server, last_token = services.config.server, services.ready.vocab_size - 1
+    server = services.config.server
+    last_token = services.ready.vocab_size - 1
     asked = [number for number in (body.prompt_logprobs, echoed_logprobs) if number is not None]
     _check_at_most(
         server.max_logprobs, body.prompt_logprobs or 0, "prompt_logprobs", "prompt_logprobs"
@@ -323,7 +305,8 @@ def _params(
 
 
 def _check_candidates(body: GenerationBody, num_prompts: int, services: Services) -> None:
-    count, limit = body.num_candidates, services.config.server.max_choices
+    count = body.num_candidates
+    limit = services.config.server.max_choices
     name = "n" if body.best_of is None else "best_of"
     param = name if count > limit else "prompt"
     _check_at_most(
@@ -341,7 +324,8 @@ def _check_at_most(limit: int, value: int, what: str, param: str) -> None:
 
 def _check_prompt(prompt: Prompt, num_output: int, services: Services, param: str) -> None:
     """Refuse a prompt that has no tokens, unknown ones, or too many with those that are to follow."""
-    num_prompt, context = len(prompt.token_ids), services.ready.max_model_len
+    num_prompt = len(prompt.token_ids)
+    context = services.ready.max_model_len
     if not num_prompt:
         raise InvalidRequestError(
             "The prompt has no tokens; send at least one character.", param=param
@@ -363,7 +347,7 @@ def check_text(text: str, services: Services, *, is_truncated: bool = False) -> 
     Args:
         text: What the client sent, or a rendered chat.
         services: The server's.
-        is_truncated: Whether the model may read only a part of it.
+        is_truncated: True if the model may read only a part of it.
 
     Raises:
         ContextLengthError: It has more bytes than the tokens of a context can stand for.

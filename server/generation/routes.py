@@ -1,101 +1,146 @@
-"""POST /v1/completions and /v1/chat/completions, in OpenAI's shapes; lines of batches are planned here too."""
+"""POST /v1/completions and /v1/chat/completions; registration, reading and answers of every route that generates.
+
+Status and headers go out with the engine's first token, so a refusal is a real 4xx or 5xx. A client that goes away
+aborts its generations at once, streaming or not, and is billed what was computed until then. The usage event is durable
+before the last bytes go out.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Generic
 
-from fastapi import APIRouter, Request, Response
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from manylora.engine.request import FlowKey, GenerationRequest
-from manylora.engine.text.text_stream import NONE_SHOWN, TextStream
-from manylora.errors import InvalidRequestError, ManyloraError
+from manylora.errors import EngineError, InvalidRequestError, ManyloraError, RequestError
+from manylora.server.admission.rates import Admitted, admit_generation, reservation_of
 from manylora.server.auth.callers import Caller
+from manylora.server.generation import CHAT, COMPLETIONS
 from manylora.server.generation.chat_schemas import ChatBody, ChatView
-from manylora.server.generation.choices import Choice, Generation
-from manylora.server.generation.meter import Meter, Origin
-from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from manylora.server.generation.prompts import Prompts, chat_job, held_to, prompts_and_params
-from manylora.server.generation.response import GenerationResponse, PlannedGeneration
-from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
-from manylora.server.generation.writer import ChunkWriter
+from manylora.server.generation.choices import ChoiceStep, best_choices
+from manylora.server.generation.openai_format import AnswerPart, JsonObject, joined
+from manylora.server.generation.run import GenerationRun
+from manylora.server.generation.schemas import CompletionBody, CompletionView
 from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
-from manylora.server.http.bodies import Body, View
+from manylora.server.http import sse
+from manylora.server.http.bodies import View
 from manylora.server.http.body import held_body
-from manylora.server.http.json_body import BodyT, json_bytes, parsed
+from manylora.server.http.json_body import BodyT, parsed
 from manylora.server.http.openapi import takes
-from manylora.server.limits.gate import Admission
-from manylora.server.limits.prediction import Ask
-from manylora.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
-from manylora.server.limits.reservation import LimitReservation
-from manylora.server.long_work import INLINE_BYTES
-from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
-from manylora.server.sandbox.grammar_check import turn_of
-from manylora.server.services import Services, services_of
+from manylora.server.http.route_facts import ROUTES, RouteFacts
+from manylora.server.http.wire import IS_CLOSING
+from manylora.server.services import services_of
 
-if TYPE_CHECKING:
-    from manylora.server.generation.items import ItemWriter
+router = APIRouter()
+DEADLINE_HEADERS = ("x-manylora-ttft-ms", "x-slo-ttft-ms")
+"""Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
+Prepare = Callable[[GenerationRun, BodyT], Awaitable[None]]
+"""Makes a body a chat or a completion, and prepares the run of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint(Generic[BodyT]):
+    """A route that generates."""
+
+    facts: RouteFacts
+    body: type[BodyT]
+    prepare: Prepare[BodyT]
+    admits: Admitted
+    """Finds the caller, and counts the request in its limits."""
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a request."""
+        services = services_of(request)
+        caller = await self.admits(request, request.query_params.get("tenant"))
+        if is_probe(request):
+            return Response(status_code=204)
+        await services.limits.arrivals.turn(caller.tenant_id or "")
+        run, body = await _received(request, caller, self.body)
+        await self.prepare(run, body)
+        held_body(request).end()
+        return GenerationResponse(run)
+
+
+endpoints: dict[str, Endpoint[Any]] = {}
+"""All routes that generate, by path; batches run their lines through them."""
 
 
 class GenerationRoute(APIRoute):
-    """Finds the caller itself and runs what its endpoint plans.
+    """Hands a request to its endpoint, which calls its one dependency by itself.
 
     FastAPI's own handling of dependencies would be a third of the cost of a refusal.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler of a request. FastAPI reads the dependencies for the OpenAPI page only."""
-
-        async def handle(request: Request) -> Response:
-            services = services_of(request)
-            caller = await admit_generation(request, request.query_params.get("tenant"))
-            if is_probe(request):
-                reservation_of(request).withdraw()
-                return Response(status_code=204)
-            await services.arrivals.turn(caller.tenant_id or "")
-            planned = await self.endpoint(request, caller)
-            held_body(request).end()
-            return GenerationResponse(planned, services.drain)
-
-        return handle
-
-
-router = APIRouter(tags=["generation"], route_class=GenerationRoute)
-DEADLINE_HEADERS = ("x-manylora-ttft-ms", "x-slo-ttft-ms")
-"""Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
-EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
-WriterOfAnswer = Callable[[Meter, JsonObject], "ItemWriter"]
-"""Makes the writer of an answer in items: of the tokens delivered, and `created`, `model` and `system_fingerprint`."""
-OPEN_TOKENS = 1024
-"""Reserved first per choice if the client gives no length. A whole context would leave nothing to others."""
-STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
-"""How the OpenAPI page describes an answer that is streamed."""
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        """Handler of a request. FastAPI reads the dependency for the OpenAPI page only."""
+        return self.endpoint
 
 
 def post(
-    router: APIRouter, path: str, body: type[Body], view: type[View]
-) -> Callable[[EndpointT], EndpointT]:
-    """Decorator of an endpoint that plans a generation; `body` and `view` are for the OpenAPI page."""
-    answers: dict[int | str, dict[str, Any]] = {200: {"model": view, "content": STREAM}}
-    return router.post(path, response_model=None, responses=answers, openapi_extra=takes(body))
+    router: APIRouter,
+    facts: RouteFacts,
+    body: type[BodyT],
+    view: type[View],
+    admits: Admitted = admit_generation,
+) -> Callable[[Prepare[BodyT]], Prepare[BodyT]]:
+    """Register a route that generates; decorates what prepares its runs.
+
+    Args:
+        router: Gets the route.
+        facts: Facts of the route, as its folder declares them.
+        body: The body that it takes.
+        view: The answer, for the OpenAPI page.
+        admits: Finds the caller, and counts the request in its limits.
+
+    Raises:
+        ValueError: The facts are not declared, or say that the route does not generate.
+    """
+    if ROUTES.get(facts.path) is not facts or not facts.generates:
+        raise ValueError(
+            f"{facts.path} has no declared facts of a route that generates: gateways would neither try it again "
+            "nor bill it. Declare them with generates=True in the __init__.py of its folder."
+        )
+
+    def register(prepare: Prepare[BodyT]) -> Prepare[BodyT]:
+        endpoint = Endpoint(facts=facts, body=body, prepare=prepare, admits=admits)
+        endpoints[facts.path] = endpoint
+        stream = {"text/event-stream": {"schema": {"type": "string"}}}
+        route = GenerationRoute(
+            facts.path,
+            endpoint.answer,
+            methods=["POST"],
+            name=prepare.__name__,
+            description=prepare.__doc__,
+            tags=["generation"],
+            dependencies=[Depends(admits)],
+            response_model=None,
+            responses={200: {"model": view, "content": stream}},
+            openapi_extra=takes(body),
+        )
+        router.routes.append(route)
+        return prepare
+
+    return register
 
 
-@post(router, "/v1/completions", CompletionBody, CompletionView)
-async def complete(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
+@post(router, COMPLETIONS, CompletionBody, CompletionView)
+async def complete(run: GenerationRun, body: CompletionBody) -> None:
     """Continue one or many prompts."""
-    return await plan_generation(*await received(request, caller, CompletionBody))
+    await run.prepare(body)
 
 
-@post(router, "/v1/chat/completions", ChatBody, ChatView)
-async def chat(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
+@post(router, CHAT, ChatBody, ChatView)
+async def chat(run: GenerationRun, body: ChatBody) -> None:
     """Answer a conversation."""
-    return await plan_generation(*await received(request, caller, ChatBody))
+    await run.prepare(body)
 
 
 def deadline_s(headers: Mapping[str, str]) -> float | None:
@@ -114,87 +159,27 @@ def deadline_s(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-async def plan_generation(
-    origin: Origin, body: CompletionBody | ChatBody, writer: WriterOfAnswer | None = None
-) -> PlannedGeneration:
-    """Make a body a generation.
-
-    Args:
-        origin: The request.
-        body: What to generate.
-        writer: Makes the writer of the answer; None writes OpenAI's completions and chats.
-
-    Raises:
-        RequestError: The body asks for what cannot be; the model is missing; a limit is reached.
-        CapacityError: It would wait too long.
-    """
-    services, reservation = origin.services, origin.reservation
-    model = await _resolve(origin, body)
-    with _admitted(origin, model, body) as admission:
-        num_characters = origin.num_bytes or body.num_characters
-        if body.has_grammar or (isinstance(body, ChatBody) and body.tools):
-            num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
-        rendered = ""
-        if isinstance(body, ChatBody):
-            rendered = await services.chats.render(
-                await origin.work(partial(chat_job, body, services), num_characters)
-            )
-        prompts, asked = await origin.tokenize(
-            lambda: prompts_and_params(body, services, rendered), num_characters
-        )
-        if asked is not None:
-            tenant = origin.caller.tenant_id or ""
-            async with turn_of(tenant):
-                prompts = await asyncio.to_thread(held_to, prompts, asked, services, tenant)
-        num_prompt = await _reserve(services, reservation, body, prompts)
-        meter = Meter(origin, model)
-        choices = _choices(origin, model, body, prompts, meter.ledger_id)
-
-        tokenizer = services.tokenizer
-        shape = (
-            ChatFormat(body, tokenizer)
-            if isinstance(body, ChatBody)
-            else CompletionFormat(body, tokenizer)
-        )
-        created, fingerprint = int(services.now().timestamp()), services.fingerprint
-        head: JsonObject = {
-            "created": created,
-            "model": model.name,
-            "system_fingerprint": fingerprint,
-        }
-        generation = Generation(
-            services.engine,
-            choices,
-            lambda num_output: reservation.grow(num_prompt + num_output),
-            admission,
-        )
-        return PlannedGeneration(
-            generation=generation,
-            body=body,
-            shape=shape,
-            writer=(writer or partial(ChunkWriter, body, shape))(meter, head),
-            meter=meter,
-            headers=model.headers,
-        )
-
-
-async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple[Origin, BodyT]:
-    """Who sent a request, and its body, read and checked.
+async def _received(
+    request: Request, caller: Caller, kind: type[BodyT]
+) -> tuple[GenerationRun, BodyT]:
+    """The run of a request, and its body, read and checked.
 
     Raises:
         RequestError: The body is no JSON, does not fit `kind`, is too large, or comes too slowly.
     """
-    services, hop = services_of(request), hop_of(request)
+    services = services_of(request)
+    hop = hop_of(request)
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
-    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await services.long_work.run(
+    raw = await services.bodies.raw(request)
+    body = await services.bodies.long_work.run(
         partial(parsed, kind, raw), len(raw), caller.tenant_id, caller.weight
     )
-    origin = Origin(
+    run = GenerationRun(
         services=services,
         caller=caller,
         reservation=reservation_of(request),
+        ends=request.state.ends,
         endpoint=request.url.path,
         request_id=str(request.state.request_id),
         session=request.headers.get(SESSION_HEADER),
@@ -203,125 +188,130 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
         digest=hash((caller.tenant_id, caller.identity.key_id, raw)),
         deadline_s=deadline_s(request.headers),
     )
-    return origin, body
+    return run, body
 
 
-async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
-    services = origin.services
-    sticky = (
-        origin.hop.sticky if origin.hop else body.user or origin.session or secrets.token_hex(8)
-    )
-    model = await resolve_model(services, origin.caller, body.model, body.adapter_id, sticky=sticky)
-    if model.adapter is not None and model.version is not None:
-        adapter, version = model.adapter, model.version
-        services.metrics.learn_adapter(version.digest, adapter.tenant, adapter.name, version.rank)
-        if version.held_by is not None:
-            origin.reservation.at_end.append(hold_weights(services, model))
-    return model
+async def whole_answer(run: GenerationRun) -> tuple[JsonObject, str, dict[str, str]]:
+    """All steps of a generation as one body; raises what ends them early.
 
-
-@contextmanager
-def _admitted(
-    origin: Origin, model: ResolvedModel, body: CompletionBody | ChatBody
-) -> Iterator[Admission | None]:
-    """Let the request through the gate; if anything fails before the response begins, it leaves again.
-
-    Raises:
-        RateLimitError: It would wait too long, by its tenant's doing.
-        CapacityError: It would wait too long.
+    Returns:
+        The body, which is counted as delivered; the status that is recorded of it; and the headers.
     """
-    if origin.line_id is not None:
-        yield None
-        return
-    services, caller = origin.services, origin.caller
-    num_prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
-    ask = Ask(
-        tenant=caller.tenant_id or "",
-        name=caller.tenant,
-        weight=caller.weight,
-        adapter=model.ref.digest if model.ref else None,
-        num_bytes=origin.num_bytes,
-        num_choices=body.num_candidates * num_prompts,
-        max_tokens=services.ready.max_model_len if body.token_limit is None else body.token_limit,
-        deadline_s=origin.deadline_s,
-        key=origin.digest,
-    )
-    try:
-        admission = services.gate.admit(ask)
-    except ManyloraError:
-        origin.reservation.withdraw()
-        raise
-    try:
-        yield admission
-    except BaseException:
-        admission.end()
-        raise
+    parts: dict[int, list[AnswerPart]] = {}
+    taken: list[ChoiceStep] = []
+    async for together in run.generation.steps():
+        for step in together:
+            run.meter.observe(step)
+            parts.setdefault(step.choice.index, []).append(run.shape.part(step))
+        taken += together
+    for step in taken:
+        run.meter.deliver(step)
+    best = best_choices(run.generation.choices, taken, run.body.n)
+    ends = [joined(parts[choice.index]) for choice in best]
+    body = run.writer.whole(list(zip(best, ends, strict=True)))
+    return body, _overall(ends), run.model.headers | _state_header(taken[0])
 
 
-async def _reserve(
-    services: Services,
-    reservation: LimitReservation,
-    body: CompletionBody | ChatBody,
-    plan: Prompts,
-) -> int:
-    """Take the request's tokens before the engine sees it; returns those of the prompts.
+class GenerationResponse(Response):
+    """Has the engine compute a prepared run when it is called as an ASGI application."""
 
-    Raises:
-        RateLimitError: A limit is reached.
-        CapacityError: What is used is not known, and the database cannot answer now.
-    """
-    is_open = body.token_limit is None
-    prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
-    outputs = sum(
-        min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan
-    )
-    count = body.num_candidates
-    least, most = prompts + count * len(plan), prompts + count * outputs
-    await services.accounts.secure(
-        reservation.shares, tokens=reservation.wanted(least, most, is_open=is_open)
-    )
-    reservation.reserve(least, most, is_open=is_open)
-    return prompts
+    def __init__(self, run: GenerationRun) -> None:
+        super().__init__()
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer.
+
+        Raises:
+            ManyloraError: The engine refused, and nothing was sent yet.
+            ClientDisconnect: The client is gone.
+        """
+        run = self._run
+        cut = run.generation.cut
+        is_closing: Callable[[], bool] = scope.get("state", {}).get(IS_CLOSING, lambda: False)
+        watcher = asyncio.create_task(_until_gone(receive))
+        watcher.add_done_callback(lambda _: cut(ClientDisconnect()))
+        answer = self._stream if run.body.stream else self._whole
+        try:
+            with run.services.drain.running(cut):
+                async with run.generating():
+                    await answer(send, lambda: watcher.done() or is_closing())
+        finally:
+            watcher.cancel()
+
+    async def _whole(self, send: Send, is_gone: Callable[[], bool]) -> None:
+        body, status, headers = await whole_answer(self._run)
+        if is_gone():
+            raise ClientDisconnect
+        await self._run.bill(status)
+        response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+    async def _stream(self, send: Send, is_gone: Callable[[], bool]) -> None:
+        run = self._run
+        steps = run.generation.steps()
+        first = await anext(steps)
+        headers = Headers({**run.model.headers, **_state_header(first[0]), **sse.HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
+        try:
+            await self._send_steps(first, steps, send, is_gone)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if isinstance(error, RequestError):
+                await run.take_computed()
+            shown = error if isinstance(error, ManyloraError) else EngineError(str(error))
+            await _send_body(send, run.writer.failure(shown), is_last=True)
+            if shown is not error:
+                raise
+
+    async def _send_steps(
+        self,
+        first: list[ChoiceStep],
+        steps: AsyncIterator[list[ChoiceStep]],
+        send: Send,
+        is_gone: Callable[[], bool],
+    ) -> None:
+        """Send all steps that have arrived in one write, one event per step. A slow client gets more in each write."""
+        run = self._run
+        ends = list[AnswerPart]()
+        together: list[ChoiceStep] | None = first
+        while together is not None:
+            payload = b""
+            for step in together:
+                run.meter.observe(step)
+                part = run.shape.part(step)
+                if part.finish_reason is not None:
+                    ends.append(part)
+                run.meter.deliver(step)
+                payload += run.writer.events(step, part)
+            if len(ends) == len(run.generation.choices) and not is_gone():
+                await run.bill(_overall(ends))
+                await _send_body(send, payload + run.writer.closing(), is_last=True)
+                return
+            if payload:
+                await _send_body(send, payload, is_last=False)
+            if is_gone():
+                raise ClientDisconnect
+            run.meter.mark()
+            together = await anext(steps, None)
 
 
-def _choices(
-    origin: Origin, model: ResolvedModel, body: GenerationBody, plan: Prompts, ledger_id: str
-) -> list[Choice]:
-    """All candidates; those of a beam search have one request."""
-    flow = FlowKey(
-        lane=int(origin.line_id is not None),
-        tenant=origin.caller.tenant_id or "",
-        weight=origin.caller.weight,
-        priority=body.priority,
-        deadline_s=origin.deadline_s,
-    )
-    choices = []
-    beam, count = body.beam, body.num_candidates
-    for prompt_index, (prompt, params) in enumerate(plan):
-        for choice_index in range(count):
-            index = prompt_index * count + choice_index
-            first_id = f"{ledger_id}-{index - choice_index}"
-            fork_index = 0 if beam is not None else choice_index
-            request = GenerationRequest(
-                request_id=f"{ledger_id}-{index - choice_index + fork_index}",
-                prompt_token_ids=prompt.token_ids,
-                params=params,
-                adapter=model.ref,
-                flow=flow,
-                choice_index=fork_index,
-                fork_of=first_id if fork_index else None,
-                beam=beam,
-                grammar=prompt.grammar,
-            )
-            shown_ids = prompt.answer.shown_ids if prompt.answer is not None else NONE_SHOWN
-            text = TextStream(origin.services.tokenizer, params, prompt.token_ids, shown_ids)
-            choices.append(
-                Choice(
-                    index=index,
-                    prompt_index=prompt_index,
-                    prompt=prompt,
-                    request=request,
-                    text=text,
-                )
-            )
-    return choices
+async def _send_body(send: Send, payload: bytes, *, is_last: bool) -> None:
+    await send({"type": "http.response.body", "body": payload, "more_body": not is_last})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _state_header(step: ChoiceStep) -> dict[str, str]:
+    state = step.output.adapter_state
+    return {} if state is None or state == "base" else {"x-manylora-adapter-state": state}
+
+
+def _overall(ends: list[AnswerPart]) -> str:
+    """One status for all choices: `length` if any was cut short."""
+    return "length" if any(part.finish_reason == "length" for part in ends) else "stop"

@@ -142,31 +142,27 @@ _SentBiases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 _Biases = Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_SentBiases)]
 
 NOT_IN_BEAM_SEARCH = (
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    ),
-    *(
-        "logit_bias",
-        "stop",
-        "echo",
-        "min_tokens",
-        "bad_words",
-        "allowed_token_ids",
-        "prompt_logprobs",
-    ),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "echo",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
 )
 """Fields that beam search takes only with values that change nothing."""
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
 
 
 class StreamOptions(Body):
-    """What a stream carries besides text."""
+    """Parts of a stream besides text."""
 
     ignored = frozenset({"include_obfuscation"})
 
@@ -276,8 +272,11 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
         """The beam search that is asked for."""
         if not self.use_beam_search:
             return None
-        width, penalty = self.num_candidates, self.length_penalty
-        return BeamParams(width=width, length_penalty=penalty, early_stopping=self.early_stopping)
+        return BeamParams(
+            width=self.num_candidates,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+        )
 
 
 class CompletionBody(GenerationBody):

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from manylora import strict_json
 from manylora.engine.grammar.json_schema import json_grammar, json_object_grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import Part
+from manylora.server.generation.grammar import GrammarPart
 from manylora.server.http.bodies import Body
 
 MAX_TEXT_LENGTH = 256 * 1024
@@ -27,19 +27,19 @@ class JsonSchemaFormat(Body):
     description: str | None = Field(None, max_length=MAX_TEXT_LENGTH)
     """Not shown to the model; say in a message what the answer should be."""
     schema_: Schema | None = Field(None, alias="schema")
-    """What is not given is any object."""
+    """Without a schema the answer is any object."""
     strict: bool = False
     """The answer is held to the schema in any case."""
 
 
-class AnswerFormat(Body):
-    """What the answer looks like."""
+class ResponseFormat(Body):
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
-    def _schema_where_it_belongs(self) -> AnswerFormat:
+    def _schema_where_it_belongs(self) -> ResponseFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             message = "response_format has a json_schema if its type is json_schema, and only then."
             raise InvalidRequestError(message, param="response_format.json_schema")
@@ -54,7 +54,7 @@ class AnswerFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """What the answer is held to, by the names of vLLM: one of these fields."""
+    """A grammar that the answer is held to, by vLLM's names: one of these fields."""
 
     takes_nul = True
 
@@ -94,9 +94,8 @@ class StructuredOutputs(Body):
                     message, param="structured_outputs.regex", code="invalid_grammar"
                 )
             return f"start: /{regex_to_lark(self.regex)}/"
-        if (
-            self.choice is not None
-        ):  # a name in capitals is a terminal, of which the texts are parts
+        if self.choice is not None:
+            # A name in capitals is a terminal, of which the texts are parts.
             return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in self.choice)
         return json_object_grammar() if self.grammar is None else _own_grammar(self.grammar)
 
@@ -116,20 +115,20 @@ class StructuredOutputs(Body):
 class GrammarFields(Body):
     """Fields that completions and chat share."""
 
-    response_format: AnswerFormat | None = None
+    response_format: ResponseFormat | None = None
     """Hold the answer to JSON, or to a JSON schema."""
     structured_outputs: StructuredOutputs | None = None
     """Hold the answer to a schema, a pattern, one of some texts, or a grammar."""
 
     @property
     def has_grammar(self) -> bool:
-        """Whether answers are held to something; reading it belongs in a thread."""
+        """True if answers are held to something; reading it belongs in a thread."""
         is_text = self.response_format is None or self.response_format.type == "text"
         return self.structured_outputs is not None or not is_text
 
     @property
     def has_own_grammar(self) -> bool:
-        """Whether the grammar is the client's, and holds the whole output."""
+        """True if the grammar is the client's, and holds the whole output."""
         return self.structured_outputs is not None and self.structured_outputs.grammar is not None
 
     @property
@@ -137,7 +136,7 @@ class GrammarFields(Body):
         """The field that asks for it."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
 
-    def grammar_parts(self) -> list[Part]:
+    def grammar_parts(self) -> list[GrammarPart]:
         """Schemas, patterns and grammars that the client sent, each with its place."""
         if self.structured_outputs is not None:
             schema = self.structured_outputs.json_schema

@@ -12,17 +12,15 @@ from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from manylora.errors import InvalidRequestError
+from manylora.server.admission.rates import TokenizingCaller, reservation_of
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
 from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.body import content_length
-from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import OBJECT, sends, takes
-from manylora.server.limits.rates import TokenizingCaller, reservation_of
-from manylora.server.long_work import BYTES_PER_CHARACTER
-from manylora.server.model_name import resolve_model
+from manylora.server.process.long_work import BYTES_PER_CHARACTER
 from manylora.server.services import Services, Wired, services_of
 
 router = APIRouter(tags=["tokens"])
@@ -75,53 +73,51 @@ class DetokenizeBody(Body):
 @router.post("/tokenize", response_model=TokenizeView, openapi_extra=takes(TokenizeBody))
 async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn a prompt or a chat into token ids."""
-    body = await json_body(
-        request, TokenizeBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, TokenizeBody)
     await _check_model(services, caller, body.model)
     text = body.prompt or ""
     if body.messages is not None:
         text = await rendered_chat(request, caller, partial(render_job, body, body.messages))
-    count, answer = await unbilled(request, caller, partial(_tokenized, services, body, text))
-    reservation_of(request).spend(count)
+    answer = await unbilled(request, caller, partial(_tokenized, services, body, text))
     return Response(answer, media_type="application/json")
 
 
 @router.post("/detokenize", response_model=DetokenizeView, openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn token ids into text."""
-    body = await json_body(
-        request, DetokenizeBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, DetokenizeBody)
     await _check_model(services, caller, body.model)
     if max(body.tokens, default=0) >= services.ready.vocab_size:
         raise InvalidRequestError(
             f"The ids in tokens must be at most {services.ready.vocab_size - 1}.", param="tokens"
         )
     answer = await unbilled(request, caller, partial(_detokenized, services, body))
-    reservation_of(request).spend(len(body.tokens))
     return Response(answer, media_type="application/json")
 
 
-async def unbilled(request: Request, caller: Caller, work: Callable[[], ResultT]) -> ResultT:
-    """Tokenize a body for a caller who does not generate; its tokens count in the minute when it has spent them.
+async def unbilled(
+    request: Request, caller: Caller, work: Callable[[], tuple[int, ResultT]]
+) -> ResultT:
+    """Tokenize a body for a caller who does not generate; the tokens, which `work` returns first, count in the minute.
 
     Raises:
         RateLimitError: The tokens of the minute are used up when its turn comes.
     """
-    num_bytes, begin = (
-        BYTES_PER_CHARACTER * _num_bytes(request),
-        reservation_of(request).check_minute,
-    )
-    return await services_of(request).long_work.run(
+    num_bytes = BYTES_PER_CHARACTER * _num_bytes(request)
+    begin = reservation_of(request).check_minute
+    count, result = await services_of(request).bodies.long_work.run(
         work, num_bytes, caller.tenant_id, caller.weight, begin
     )
+    reservation_of(request).spend(count)
+    return result
 
 
 async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
     """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
     services = services_of(request)
-    made = await services.long_work.run(job, _num_bytes(request), caller.tenant_id, caller.weight)
+    made = await services.bodies.long_work.run(
+        job, _num_bytes(request), caller.tenant_id, caller.weight
+    )
     return await services.chats.render(made)
 
 
@@ -135,18 +131,19 @@ def _num_bytes(request: Request) -> int:
 )
 async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
     """Show the tokenizer's settings."""
-    return JSONResponse(services.tokenizer_settings)
+    return JSONResponse(services.tokenizer.settings)
 
 
 async def _check_model(services: Services, caller: Caller, model: str | None) -> None:
     """All adapters share the base's tokenizer; a name must still exist."""
     if model is not None:
-        await resolve_model(services, caller, model)
+        await services.versions.names.resolve(caller.tenant_id, model)
 
 
 def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:
     """The number of tokens, and the answer in JSON, which takes as long to write as to tokenize."""
-    tokenizer, is_chat = services.tokenizer, body.messages is not None
+    tokenizer = services.tokenizer
+    is_chat = body.messages is not None
     check_text(text, services)
     begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     tokens = tokenizer.encode(text, add_special_tokens=begins)
@@ -160,5 +157,5 @@ def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, 
     return len(tokens), orjson.dumps(view)
 
 
-def _detokenized(services: Services, body: DetokenizeBody) -> bytes:
-    return orjson.dumps({"prompt": services.tokenizer.decode(body.tokens)})
+def _detokenized(services: Services, body: DetokenizeBody) -> tuple[int, bytes]:
+    return len(body.tokens), orjson.dumps({"prompt": services.tokenizer.decode(body.tokens)})

@@ -12,31 +12,26 @@ Neutral = Mapping[str, tuple[object, ...]]
 
 IGNORED = frozenset(
     {
-        *(
-            "metadata",
-            "store",
-            "service_tier",
-            "safety_identifier",
-            "client_metadata",
-            "max_tool_calls",
-            "prediction",
-        ),
-        *(
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "prompt_cache_options",
-            "cache_control",
-            "context_management",
-        ),
-        *(
-            "inference_geo",
-            "speed",
-            "diagnostics",
-            "user_profile_id",
-            "workspace_id",
-            "billing_policy",
-        ),
-        *("access_programs", "fallback_credit_token"),
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "client_metadata",
+        "max_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "cache_control",
+        "context_management",
+        "inference_geo",
+        "speed",
+        "diagnostics",
+        "user_profile_id",
+        "workspace_id",
+        "billing_policy",
+        "access_programs",
+        "fallback_credit_token",
     }
 )
 """Accepted with any value, by every API: accounts, caches and speeds of others, which change no answer here."""
@@ -53,7 +48,7 @@ HINTS = {
         "whitespace_pattern",
     )
 }
-"""What to do instead of sending some of them."""
+"""Advice for those who send some of them."""
 
 # These pass with null alone.
 _ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")

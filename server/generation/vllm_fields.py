@@ -28,7 +28,7 @@ PromptLogprobs = list[dict[str, PromptLogprobView] | None]
 
 
 class PromptView(View):
-    """What an answer says of its prompt, where it is asked for."""
+    """Facts of the prompt in an answer, where they are asked for."""
 
     prompt_token_ids: list[int] | None = None
     """With `return_token_ids`."""
@@ -47,7 +47,7 @@ class VllmFields(Body):
     """Fields that completions and chats share."""
 
     min_tokens: int = Field(0, ge=0, lt=1 << 31)
-    """Before so many tokens, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
+    """Until there are this many, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
     bad_words: list[Word] = Field(default_factory=list, max_length=128)
     """Texts not to generate, each as it is tokenized at the start of a text and after a space. Other tokens that make
     up the same text are not ruled out."""
@@ -60,9 +60,9 @@ class VllmFields(Body):
     include_stop_str_in_output: bool = False
     """Have what ended the answer in its text: the stop string, or the text of the stop token."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=1 << 31)
-    """Keep only so many tokens at the end of each prompt; -1 keeps as many as fit."""
+    """Keep only this number of tokens at the end of each prompt; -1 keeps as many as fit."""
     prompt_logprobs: int | None = Field(None, ge=0, le=100)
-    """Log-probabilities of the prompt's tokens, each with so many of the likeliest; not in a stream."""
+    """Log-probabilities of the prompt's tokens, each with this number of the likeliest; not in a stream."""
     return_token_ids: bool = False
     """Answer with the ids of the prompt's tokens and of the generated ones."""
     return_tokens_as_token_ids: bool = False

@@ -13,7 +13,7 @@ from manylora.errors import ManyloraError
 from manylora.server.errors import error_body
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import JsonObject, Part, ResponseFormat
+from manylora.server.generation.openai_format import AnswerPart, AnswerShape, JsonObject
 from manylora.server.generation.schemas import GenerationBody, StreamOptions
 from manylora.server.http import sse
 
@@ -29,7 +29,7 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, body: GenerationBody, shape: ResponseFormat, meter: Meter, head: JsonObject
+        self, body: GenerationBody, shape: AnswerShape, meter: Meter, head: JsonObject
     ) -> None:
         self._shape = shape
         self._meter = meter
@@ -38,7 +38,7 @@ class ChunkWriter:
         self._options = body.stream_options or StreamOptions()
         self._opened: set[int] = set()
 
-    def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
+    def whole(self, ends: Sequence[tuple[Choice, AnswerPart]]) -> JsonObject:
         """The body of an answer that is not streamed; all that each choice says is one part."""
         choices = [
             self._shape.whole_choice(replace(choice, index=index), end)
@@ -47,8 +47,8 @@ class ChunkWriter:
         head = {"object": self._shape.whole_object, **self._head, **self._shape.extras(ends[0][0])}
         return {**head, "choices": choices, "usage": self._meter.usage.model_dump()}
 
-    def events(self, step: ChoiceStep, part: Part) -> bytes:
-        """What a step adds to a stream: a chunk; before a choice's first one, the chunk that opens it."""
+    def events(self, step: ChoiceStep, part: AnswerPart) -> bytes:
+        """The chunk of a step; before a choice's first one, the chunk that opens it."""
         payload = b""
         if step.choice.index not in self._opened:
             self._opened.add(step.choice.index)

@@ -86,25 +86,6 @@ class ErrorView(View):
     error: ErrorFields
 
 
-class AnthropicErrorFields(View):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
-class AnthropicErrorView(View):
-    """Every error of Anthropic's routes."""
-
-    type: Literal["error"]
-    error: AnthropicErrorFields
-
-
-def is_anthropic(path: str) -> bool:
-    """Whether errors of a route look as Anthropic's clients expect."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
-
-
 class NamedView(View):
     """The caller's tenant."""
 

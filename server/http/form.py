@@ -1,35 +1,27 @@
-"""Reads uploads: a strict multipart reader with its own byte limits.
+"""A strict reader of multipart forms, with its own byte limits.
 
 The file goes to a temporary blob while it is hashed; nothing else is written to disk. File names are never paths.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 from starlette.requests import Request
 
 from manylora.adapters.blobs.local import BlobWriter
-from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from manylora.errors import (
-    AdapterFormatError,
-    InvalidRequestError,
-    PayloadTooLargeError,
-    TimeoutExceededError,
-)
+from manylora.errors import InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
 from manylora.server.http.body import STREAM_BYTES, Pace, held_body, read_chunks
-from manylora.server.http.openapi import BINARY, TEXT
-from manylora.server.threads import in_thread
+from manylora.server.http.openapi import BINARY, request_body
+from manylora.server.process.threads import in_thread
 
 FORM_BYTES = 1 << 20
-"""Most bytes of an upload besides the weights: other parts, headers, boundaries."""
+"""Most bytes of a form besides its file: other parts, headers, boundaries."""
 WRITE_BYTES = 1 << 20
-"""Weights are written in pieces of about this size."""
-WEIGHTS = "weights"
+"""Size of the pieces in which a file is written."""
 MAX_HEADERS = 8
 MAX_HEADER_BYTES = 4096
 FormT = TypeVar("FormT", bound="Form")
@@ -63,15 +55,19 @@ class Form:
         """By part, from its beginning; that of the file stays empty."""
         self._file_limit = file_limit
         self._num_bytes = 0
-        self._name, self._value = bytearray(), bytearray()
-        """Of the header that is being read."""
+        self._header_name = bytearray()
+        self._header_value = bytearray()
         self._part: str | None = None
         self._parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": self._begin_part,
-                "on_header_field": lambda chunk, start, end: self._name.extend(chunk[start:end]),
-                "on_header_value": lambda chunk, start, end: self._value.extend(chunk[start:end]),
+                "on_header_field": lambda chunk, start, end: self._header_name.extend(
+                    chunk[start:end]
+                ),
+                "on_header_value": lambda chunk, start, end: self._header_value.extend(
+                    chunk[start:end]
+                ),
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._check_part,
                 "on_part_data": self._part_bytes,
@@ -112,13 +108,13 @@ class Form:
         self._part = None
 
     def _end_header(self) -> None:
-        if self._name.lower() == b"content-disposition":
-            options = parse_options_header(bytes(self._value))[1]
+        if self._header_name.lower() == b"content-disposition":
+            options = parse_options_header(bytes(self._header_value))[1]
             self._part = options.get(b"name", b"").decode("latin-1")
             if self._part == self.file:
                 self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
-        self._name.clear()
-        self._value.clear()
+        self._header_name.clear()
+        self._header_value.clear()
 
     def _check_part(self) -> None:
         part = self._part
@@ -134,60 +130,27 @@ class Form:
                 raise PayloadTooLargeError(message, code="upload.too_large")
             self.pending += memoryview(chunk)[start:end]
         elif self._part is not None:
-            text, (limit, _) = self._texts[self._part], self.parts[self._part]
+            text = self._texts[self._part]
+            limit, _ = self.parts[self._part]
             room = limit - len(text)
             if end - start > room and self._part != "config":
                 raise InvalidRequestError(f"{self._part} exceeds {limit} bytes.", param=self._part)
             text += memoryview(chunk)[start : min(end, start + room)]
 
 
-class UploadForm(Form):
-    """The parts of an adapter's upload, except the weights."""
-
-    file = WEIGHTS
-    file_schema: ClassVar[Mapping[str, object]] = {
-        **BINARY,
-        "description": "adapter_model.safetensors, or MLX's adapters.safetensors",
+def takes_form(kind: type[Form]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads this form."""
+    parts = {
+        kind.file: kind.file_schema,
+        **{name: schema for name, (_, schema) in kind.parts.items()},
     }
-    parts: ClassVar[Mapping[str, tuple[int, Mapping[str, object]]]] = {
-        "name": (1024, TEXT),
-        "config": (MAX_CONFIG_BYTES + 1, {**BINARY, "description": "adapter_config.json"}),
-        "tenant": (1024, {**TEXT, "description": "For admins."}),
-        "description": (16 * 1024, TEXT),
-        "activate": (16, {"enum": ["true", "false", "1", "0"], "default": "true"}),
-        "sha256": (80, {**TEXT, "description": "SHA-256 of the weights; other bytes are refused."}),
+    form = {
+        "type": "object",
+        "required": [*kind.required],
+        "additionalProperties": False,
+        "properties": parts,
     }
-    required = ("name", "config", WEIGHTS)
-    rule = (
-        "An upload has the parts name, config and weights, and may have tenant, description, activate and "
-        "sha256 (of the weights), each once."
-    )
-
-    @property
-    def activate(self) -> bool:
-        """Whether the alias `default` moves to this version."""
-        word = (self.text("activate") or "true").lower()
-        if word not in ("true", "false", "1", "0"):
-            raise InvalidRequestError("activate must be true or false.", param="activate")
-        return word in ("true", "1")
-
-    def check_digest(self, sha256: str) -> None:
-        """Return if the weights have the digest that was announced, or none was.
-
-        Raises:
-            InvalidRequestError: What was announced is no SHA-256.
-            AdapterFormatError: Other bytes came; code upload.digest_mismatch.
-        """
-        announced = (self.text("sha256") or sha256).removeprefix("sha256:").lower()
-        if not re.fullmatch(r"[0-9a-f]{64}", announced):
-            raise InvalidRequestError("sha256 must be 64 hex digits.", param="sha256")
-        if announced != sha256:
-            raise digest_mismatch(WEIGHTS)
-
-    @property
-    def config(self) -> bytes:
-        """`adapter_config.json`. One over the limit is cut one byte after it, so that its reader refuses it."""
-        return bytes(self._texts["config"])
+    return request_body("multipart/form-data", form)
 
 
 async def read_form(
@@ -233,14 +196,6 @@ def _boundary(request: Request) -> bytes:
     if kind != b"multipart/form-data" or not boundary or len(boundary) > 200:
         raise _malformed("Send the upload as multipart/form-data with a boundary.")
     return boundary
-
-
-def digest_mismatch(file: str) -> AdapterFormatError:
-    """The error for a file that does not have the announced digest."""
-    message = (
-        f"The bytes of {file} do not have the SHA-256 that was announced; send the file again."
-    )
-    return AdapterFormatError(message, code="upload.digest_mismatch", param=file)
 
 
 def _malformed(message: str) -> InvalidRequestError:

@@ -1,8 +1,10 @@
-"""Parses JSON bodies strictly: what two parsers could read differently is refused."""
+"""Strict reading of JSON bodies: text that two parsers could read differently is refused."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,19 +15,33 @@ from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.http.bodies import Body
 from manylora.server.http.body import Pace, held_body, read_chunks
 from manylora.server.http.wrong_value import wrong_value
-from manylora.server.services import services_of
+from manylora.server.process.long_work import LongWork
 
 _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace) -> BodyT:
-    """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
-    raw, identity = await json_bytes(request, limit, pace), request.state.identity
-    work = services_of(request).long_work
-    return await work.run(
-        lambda: parsed(model, raw), len(raw), identity.tenant_id, identity.tenant_weight
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyReader:
+    """Reads JSON bodies, and parses long ones where they hold nobody up."""
+
+    most_bytes: int
+    pace: Pace = field(default_factory=Pace)
+    """Slowest pace at which clients may send, files as well."""
+    long_work: LongWork = field(default_factory=LongWork)
+    """Parses and tokenizes what is long."""
+
+    async def json(self, request: Request, model: type[BodyT]) -> BodyT:
+        """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
+        raw = await self.raw(request)
+        identity = request.state.identity
+        return await self.long_work.run(
+            partial(parsed, model, raw), len(raw), identity.tenant_id, identity.tenant_weight
+        )
+
+    async def raw(self, request: Request) -> bytes:
+        """Read a body whose Content-Type is JSON; raises like `json_bytes`."""
+        return await json_bytes(request, self.most_bytes, self.pace)
 
 
 async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -12,11 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import manylora
-from manylora.server.http.bodies import AnthropicErrorView, ErrorView, is_anthropic
 from manylora.server.http.dashboard import PUBLIC_PATHS
-
-if TYPE_CHECKING:
-    from manylora.server.http.form import Form
+from manylora.server.http.route_facts import ROUTES, error_shape
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
@@ -32,22 +29,7 @@ _bodies: dict[str, type[BaseModel]] = {}
 def takes(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads a JSON body of this model."""
     _bodies[model.__name__] = model
-    return _request_body("application/json", {"$ref": _REF.format(model=model.__name__)})
-
-
-def takes_form(kind: type[Form]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads this form."""
-    parts = {
-        kind.file: kind.file_schema,
-        **{name: schema for name, (_, schema) in kind.parts.items()},
-    }
-    form = {
-        "type": "object",
-        "required": [*kind.required],
-        "additionalProperties": False,
-        "properties": parts,
-    }
-    return _request_body("multipart/form-data", form)
+    return request_body("application/json", {"$ref": _REF.format(model=model.__name__)})
 
 
 def takes_retries() -> dict[str, Any]:
@@ -64,7 +46,7 @@ def takes_retries() -> dict[str, Any]:
 
 def takes_bytes(header: str, about: str) -> dict[str, Any]:
     """`openapi_extra` of a route whose body is a file with this header."""
-    return {**_request_body("application/octet-stream", BINARY), **_header(header, TEXT, about)}
+    return {**request_body("application/octet-stream", BINARY), **_header(header, TEXT, about)}
 
 
 def sends(media_type: str, schema: Mapping[str, object]) -> dict[int | str, dict[str, Any]]:
@@ -77,7 +59,8 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(
         title="Manylora", version=manylora.__version__, routes=app.routes, summary=app.summary
     )
-    models: list[type[BaseModel]] = [*_bodies.values(), ErrorView, AnthropicErrorView]
+    errors = dict.fromkeys(facts.errors.view for facts in ROUTES.values())
+    models: list[type[BaseModel]] = [*_bodies.values(), *errors]
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF
     )
@@ -105,7 +88,7 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 def error_answer(status: int, path: str) -> dict[str, Any]:
     """How the page describes an error of this status."""
-    view = AnthropicErrorView if is_anthropic(path) else ErrorView
+    view = error_shape(path).view
     content = {"application/json": {"schema": {"$ref": _REF.format(model=view.__name__)}}}
     return {"description": HTTPStatus(status).phrase, "content": content}
 
@@ -124,7 +107,8 @@ def _errors(path: str, method: str, operation: dict[str, Any]) -> list[int]:
     return statuses
 
 
-def _request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+def request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body has this type and schema."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 

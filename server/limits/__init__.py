@@ -1,1 +1,1 @@
-"""What callers may take: rates, quotas, and who may wait for the engine."""
+"""Limits of callers: rates, quotas, and the queue before the engine."""

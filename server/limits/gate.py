@@ -2,7 +2,7 @@
 
 The engine shares its steps fairly among tenants: a tenant waits only behind its own requests, and its wait is its
 waiting work divided by its rate. A request that would wait too long is refused before it is tokenized, with the time to
-come back (`manylora.server.limits.return_slots`). Each decision is O(1) in requests and tenants.
+come back (`manylora.server.limits.return_times`). Each decision is O(1) in requests and tenants.
 
 Each tenant's part of the queue goes by what is free: Choudhury and Hahne, "Dynamic Queue Length Thresholds for
 Shared-Memory Packet Switches" (1998).
@@ -21,12 +21,12 @@ from manylora.errors import CapacityError, ManyloraError, RateLimitError
 from manylora.server.limits.prediction import (
     FACTOR_BOUNDS,
     START_FACTOR,
-    Ask,
+    AdmissionRequest,
     Predicted,
     Prediction,
     cost,
 )
-from manylora.server.limits.return_slots import ReturnSlots
+from manylora.server.limits.return_times import ReturnTimes
 
 if TYPE_CHECKING:
     from manylora.engine.status import EngineLoad
@@ -36,18 +36,18 @@ OVERLOADED = "server.overloaded"
 QUEUED_IN_VAIN = frozenset({"deadline.queue", "engine_overloaded"})
 """Codes of the engine's refusals when its queue is full or a deadline has passed."""
 WAIT_SHARES = {-1: 0.1, 0: 0.22, 1: 0.65, 2: 0.9}
-"""Share of `max_wait_s` up to which a request is let in, by `ReturnSlots.turn`: -1 too early for its slot, 0 no slot
+"""Share of `max_wait_s` up to which a request is let in, by `ReturnTimes.turn`: -1 too early for its slot, 0 no slot
 while other requests have slots, 1 in time for its slot, 2 in time for its second slot. So the engine always has work,
 and a request that comes at its time finds room. The rest is for errors of the prediction."""
 BOOKED_SHARE = 0.85
 """Share of a tenant's rate that is given to slots."""
 ACTIVE_S = 10.0
-"""A tenant counts as active for so long after its last request."""
+"""Seconds after its last request for which a tenant counts as active."""
 KEPT_S = 600.0
-"""The state of a tenant is deleted so long after its last request."""
+"""Seconds after its last request for which the state of a tenant is kept."""
 FREE_FACTOR = 2
-"""A tenant may have so many times as many requests waiting as there are free places: two thirds of all places if it is
-alone. So there is always a place for another tenant."""
+"""Waiting requests that a tenant may have per free place: it gets two thirds of all places if it is alone, so there is
+always a place for another tenant."""
 OVER_FACTOR = 1.05
 MEAN_MEMORY = 64
 MAX_SLOTS = 65_536
@@ -57,7 +57,7 @@ not recognised when it comes back."""
 
 @dataclass(slots=True)
 class TenantQueue:
-    """The requests of one tenant that wait or run, and what its answers cost."""
+    """Requests of one tenant that wait or run, and the mean cost of its answers."""
 
     weight: float = 1.0
     is_active: bool = False
@@ -70,19 +70,19 @@ class TenantQueue:
     waiting_units: float = 0.0
     adapters: dict[str | None, list[float]] = field(default_factory=dict)
     """Waiting requests and their units, by adapter."""
-    slots: ReturnSlots = field(default_factory=ReturnSlots)
+    slots: ReturnTimes = field(default_factory=ReturnTimes)
     mean_cost: float = START_FACTOR
     """Actual over predicted units of an answer, on average."""
     refused: Counter[str] = field(default_factory=Counter)
 
-    def enter(self, ask: Ask, units: float) -> None:
+    def enter(self, request: AdmissionRequest, units: float) -> None:
         """Count a request that was let in."""
         self.live += 1
         self.live_units += units
-        self.waiting += ask.num_choices
+        self.waiting += request.num_choices
         self.waiting_units += units
-        of_adapter = self.adapters.setdefault(ask.adapter, [0, 0.0])
-        of_adapter[0] += ask.num_choices
+        of_adapter = self.adapters.setdefault(request.adapter, [0, 0.0])
+        of_adapter[0] += request.num_choices
         of_adapter[1] += units
 
     def start(self, adapter: str | None, count: int, units: float) -> None:
@@ -102,7 +102,7 @@ class Admission:
 
     _gate: Gate
     _tenant: TenantQueue
-    _ask: Ask
+    _request: AdmissionRequest
     _predicted: Predicted
     _num_waiting: int
     """Choices without a first output; -1 after the end."""
@@ -111,27 +111,27 @@ class Admission:
     def started(self, queue_s: float | None) -> None:
         """One of the choices has its first output, after `queue_s` seconds in the engine."""
         if self._num_waiting > 0:
-            is_first = self._num_waiting == self._ask.num_choices
+            is_first = self._num_waiting == self._request.num_choices
             if is_first and queue_s is not None and not self._gate.was_paused(queue_s):
-                self._gate.prediction.learn_wait(self._ask.adapter, self._predicted, queue_s)
+                self._gate.prediction.learn_wait(self._request.adapter, self._predicted, queue_s)
             self._leave_queue(1)
             self._count_running(1)
 
     def finished(self, num_computed: int, num_prompt: int, num_output: int) -> None:
         """One of the choices is complete. Of `num_prompt` tokens `num_computed` were computed, the rest was cached."""
         self._count_running(-min(1, self._num_running))
-        predicted = self._predicted.units / self._ask.num_choices
+        predicted = self._predicted.units / self._request.num_choices
         share = cost(self._gate.prices, num_computed, num_prompt, num_output) / predicted
         low, high = FACTOR_BOUNDS
         self._tenant.mean_cost += (
             min(high, max(low, share)) - self._tenant.mean_cost
         ) / MEAN_MEMORY
-        self._gate.prediction.learn_length(self._ask, num_output, self._gate.num_waiting)
+        self._gate.prediction.learn_length(self._request, num_output, self._gate.num_waiting)
 
     def refused(self, error: ManyloraError) -> ManyloraError:
         """The engine's error; with the time to come back if its queue was full or the deadline passed."""
         if isinstance(error, CapacityError) and error.code in QUEUED_IN_VAIN:
-            error.retry_after_s = self._gate.refuse_late(self._ask, error.code)
+            error.retry_after_s = self._gate.refuse_late(self._request, error.code)
         return error
 
     def end(self) -> None:
@@ -147,7 +147,7 @@ class Admission:
         self._num_waiting -= count
         self._gate.num_waiting -= count
         self._tenant.start(
-            self._ask.adapter, count, self._predicted.units / self._ask.num_choices * count
+            self._request.adapter, count, self._predicted.units / self._request.num_choices * count
         )
 
     def _count_running(self, change: int) -> None:
@@ -197,10 +197,10 @@ class Gate:
 
     @property
     def prices(self) -> Prices:
-        """What the engine's work costs, as it last said."""
+        """Prices of the engine's work, by its last report."""
         return self._load.prices if self._load else Prices()
 
-    def admit(self, ask: Ask) -> Admission:
+    def admit(self, request: AdmissionRequest) -> Admission:
         """Let a request in.
 
         Raises:
@@ -208,12 +208,12 @@ class Gate:
             CapacityError: It would wait too long although its tenant does not; code server.overloaded.
         """
         now_s = self._clock()
-        tenant = self._enter(ask, now_s)
-        raw_s = self._raw_wait_s(ask.tenant, tenant, ask.adapter)
-        is_loaded = self.prediction.is_loaded(ask.adapter)
+        tenant = self._enter(request, now_s)
+        raw_s = self._raw_wait_s(request.tenant, tenant, request.adapter)
+        is_loaded = self.prediction.is_loaded(request.adapter)
         wait_s = self.prediction.wait_s(raw_s, is_loaded=is_loaded)
         tenant.slots.expire(now_s)
-        turn = tenant.slots.turn(ask.key, now_s)
+        turn = tenant.slots.turn(request.key, now_s)
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else max(WAIT_SHARES)] * self._max_wait_s
         # A tenant with rows enough for all its requests waits for none of them long.
         has_row = tenant.live < (self._load.rows if self._load else 0) * self._share(tenant)
@@ -222,19 +222,19 @@ class Gate:
         is_crowded = tenant.waiting > 0 and (is_late or is_full)
         if turn > 0 and not is_crowded:
             tenant.slots.claim(
-                ask.key
+                request.key
             )  # it came at its time, even if its own deadline forbids to wait
-        if is_crowded or (tenant.waiting and wait_s > _deadline_s(ask)):
-            after_s = self._after_s(ask, wait_s)
+        if is_crowded or (tenant.waiting and wait_s > _deadline_s(request)):
+            after_s = self._after_s(request, wait_s)
             if is_crowded:
-                after_s = self._slot_after_s(ask, tenant, now_s, after_s, turn)
-            raise self._refusal(ask, tenant, after_s)
-        units = self.prediction.units(ask, self.prices)
-        tenant.enter(ask, units)
-        self.num_waiting += ask.num_choices
+                after_s = self._slot_after_s(request, tenant, now_s, after_s, turn)
+            raise self._refusal(request, tenant, after_s)
+        units = self.prediction.units(request, self.prices)
+        tenant.enter(request, units)
+        self.num_waiting += request.num_choices
         self._live_units += units
         predicted = Predicted(units=units, raw_s=raw_s, has_row=has_row, is_loaded=is_loaded)
-        return Admission(self, tenant, ask, predicted, ask.num_choices)
+        return Admission(self, tenant, request, predicted, request.num_choices)
 
     def pause(self, is_paused: bool) -> None:
         """Note that the engine was paused or resumed. What comes meanwhile is not refused for its long wait."""
@@ -243,7 +243,7 @@ class Gate:
         self._is_paused = is_paused
 
     def was_paused(self, within_s: float) -> bool:
-        """Whether the engine was paused in the last `within_s` seconds: waits say nothing of its speed then."""
+        """Return true if the engine was paused in the last `within_s` seconds: waits say nothing of its speed then."""
         return self._is_paused or self._clock() - within_s < self._resumed_s
 
     def leave(self, tenant: TenantQueue, units: float) -> None:
@@ -253,12 +253,13 @@ class Gate:
         tenant.live_units = max(0.0, tenant.live_units - units) if tenant.live else 0.0
         self._live_units = max(0.0, self._live_units - units)
 
-    def refuse_late(self, ask: Ask, code: str) -> float:
+    def refuse_late(self, request: AdmissionRequest, code: str) -> float:
         """Count a refusal by the engine; returns the seconds after which the request may come back."""
-        tenant = self._enter(ask, self._clock())
-        self._count(ask, tenant, code)
+        tenant = self._enter(request, self._clock())
+        self._count(request, tenant, code)
         return self._after_s(
-            ask, self.prediction.wait_s(self._raw_wait_s(ask.tenant, tenant, ask.adapter))
+            request,
+            self.prediction.wait_s(self._raw_wait_s(request.tenant, tenant, request.adapter)),
         )
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
@@ -297,26 +298,28 @@ class Gate:
         self._num_slots = sum(len(tenant.slots) for tenant in self.tenants.values())
         self._live_units = sum(tenant.live_units for tenant in self.tenants.values())
 
-    def _enter(self, ask: Ask, now_s: float) -> TenantQueue:
+    def _enter(self, request: AdmissionRequest, now_s: float) -> TenantQueue:
         self._refresh(now_s)
-        tenant = self.tenants[ask.tenant]
-        self._active_weight += ask.weight - (tenant.weight if tenant.is_active else 0.0)
-        tenant.weight, tenant.is_active, tenant.last_s = ask.weight, True, now_s
+        tenant = self.tenants[request.tenant]
+        self._active_weight += request.weight - (tenant.weight if tenant.is_active else 0.0)
+        tenant.weight = request.weight
+        tenant.is_active = True
+        tenant.last_s = now_s
         return tenant
 
     def _rate(self, name: str, tenant: TenantQueue) -> float:
         """Units per second that the engine computes for a tenant; 0 before it was measured."""
         if self._load is None:
             return 0.0
-        told = self._load.tenants.get(name)
-        return max(told.rate if told else 0.0, self._load.rate * self._share(tenant))
+        measured = self._load.tenants.get(name)
+        return max(measured.rate if measured else 0.0, self._load.rate * self._share(tenant))
 
     def _share(self, tenant: TenantQueue) -> float:
         """The tenant's part of the engine, by the weights of the active tenants."""
         return tenant.weight / max(self._active_weight, tenant.weight)
 
     def _is_full(self, tenant: TenantQueue) -> bool:
-        """Whether the tenant has its part of the queue. With a free row a request waits for the next step only."""
+        """Return true if the tenant has its part of the queue. With a free row, a request waits only for a step."""
         num_free_rows = max(self._load.rows - self.num_running, 0) if self._load else 0
         num_queued = max(self.num_waiting - num_free_rows, 0)
         return tenant.waiting - num_free_rows >= FREE_FACTOR * (self._max_waiting - num_queued)
@@ -334,11 +337,15 @@ class Gate:
             units = min(units, (own[1] if own else 0.0) * (len(tenant.adapters) + (own is None)))
         return units / rate
 
-    def _refusal(self, ask: Ask, tenant: TenantQueue, after_s: float) -> ManyloraError:
-        code = OVER_SHARE if self._is_over_share(ask.tenant, tenant) else OVERLOADED
-        self._count(ask, tenant, code)
+    def _refusal(
+        self, request: AdmissionRequest, tenant: TenantQueue, after_s: float
+    ) -> ManyloraError:
+        code = OVER_SHARE if self._is_over_share(request.tenant, tenant) else OVERLOADED
+        self._count(request, tenant, code)
         bound_s = (
-            self._max_wait_s if ask.deadline_s is None else min(self._max_wait_s, ask.deadline_s)
+            self._max_wait_s
+            if request.deadline_s is None
+            else min(self._max_wait_s, request.deadline_s)
         )
         limit = f"the limit is {bound_s:g} s (scheduler.max_wait_s, or the request's own deadline)"
         again = f"Try again in {math.ceil(after_s)} s."
@@ -349,37 +356,43 @@ class Gate:
         return CapacityError(message, retry_after_s=after_s, code=code)
 
     def _slot_after_s(
-        self, ask: Ask, tenant: TenantQueue, now_s: float, after_s: float, turn: int
+        self,
+        request: AdmissionRequest,
+        tenant: TenantQueue,
+        now_s: float,
+        after_s: float,
+        turn: int,
     ) -> float:
         """Seconds until the request's slot, at least `after_s`."""
-        units = self.prediction.units(ask, self.prices)
-        units_per_s = self._rate(ask.tenant, tenant) / tenant.mean_cost
+        units = self.prediction.units(request, self.prices)
+        units_per_s = self._rate(request.tenant, tenant) / tenant.mean_cost
         if not units_per_s:
             return after_s
         if turn > 0:
-            return tenant.slots.give_again(ask.key, now_s + after_s, units, units_per_s) - now_s
+            return tenant.slots.give_again(request.key, now_s + after_s, units, units_per_s) - now_s
         self._num_slots += 1  # counted again once a second
-        num_left, booked_per_s = MAX_SLOTS - self._num_slots, BOOKED_SHARE * units_per_s
+        num_left = MAX_SLOTS - self._num_slots
+        booked_per_s = BOOKED_SHARE * units_per_s
         slot_s = tenant.slots.give(
-            ask.key, now_s, now_s + after_s, units, booked_per_s, num_left=num_left
+            request.key, now_s, now_s + after_s, units, booked_per_s, num_left=num_left
         )
         return slot_s - now_s
 
     def _is_over_share(self, name: str, tenant: TenantQueue) -> bool:
-        told = self._load.tenants.get(name) if self._load else None
-        of_rate = told.rate / self._sum_rates if told and self._sum_rates else 0.0
+        measured = self._load.tenants.get(name) if self._load else None
+        of_rate = measured.rate / self._sum_rates if measured and self._sum_rates else 0.0
         of_backlog = tenant.live_units / self._live_units if self._live_units else 0.0
         return max(of_rate, of_backlog) > OVER_FACTOR * self._share(tenant)
 
-    def _count(self, ask: Ask, tenant: TenantQueue, code: str) -> None:
+    def _count(self, request: AdmissionRequest, tenant: TenantQueue, code: str) -> None:
         tenant.refused[code] += 1
-        self._on_refusal(code, ask.name)
+        self._on_refusal(code, request.name)
 
-    def _after_s(self, ask: Ask, wait_s: float) -> float:
+    def _after_s(self, request: AdmissionRequest, wait_s: float) -> float:
         """Seconds until the wait is as short as allowed, if no more requests come."""
-        return max(1.0, wait_s - min(WAIT_SHARES[0] * self._max_wait_s, _deadline_s(ask)))
+        return max(1.0, wait_s - min(WAIT_SHARES[0] * self._max_wait_s, _deadline_s(request)))
 
 
-def _deadline_s(ask: Ask) -> float:
+def _deadline_s(request: AdmissionRequest) -> float:
     """Longest predicted wait that the client's deadline allows."""
-    return math.inf if ask.deadline_s is None else WAIT_SHARES[2] * ask.deadline_s
+    return math.inf if request.deadline_s is None else WAIT_SHARES[2] * request.deadline_s

@@ -14,8 +14,8 @@ from collections.abc import Callable, Set
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.errors import RateLimitError
-from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.threads import Acting, acting
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import Acting, acting
 
 PLACES = 2
 """Requests at the same time, which share one event loop; twice as many while a tenant has more than its share."""

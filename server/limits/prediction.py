@@ -1,4 +1,4 @@
-"""Predicts what a request will cost and how long it will wait, and learns from what happened.
+"""Prediction of the cost and the wait of a request, which learns from what happened.
 
 Predicted waits from measured throughput: Patke et al., "Queue Management for SLO-Oriented Large Language Model Serving"
 (arXiv:2407.00047).
@@ -13,19 +13,20 @@ from manylora.engine.fairness.prices import Prices
 
 START_FACTOR = 1.25
 """Predictions use the median length of answers; the mean is longer."""
-FACTOR_UP, FACTOR_DOWN = 1.05, 0.995
+FACTOR_UP = 1.05
+FACTOR_DOWN = 0.995
 FACTOR_BOUNDS = (0.1, 10.0)
 LEARN_SHARE = 0.05
 """Predictions below this share of the longest wait are not learned from: they are as short as a step."""
 MIN_ANSWERS = 64
-"""Predictions are not learned from before so many answers were seen."""
+"""Answers before which predictions are not learned from."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered as loaded."""
 BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class AdmissionRequest:
     """An HTTP request for a generation, before it is tokenized."""
 
     tenant: str
@@ -49,7 +50,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What was predicted for a request when it was let in."""
+    """Prediction for a request at the moment when it was let in."""
 
     units: float
     """Its cost."""
@@ -82,23 +83,24 @@ class Prediction:
         known."""
 
     def is_loaded(self, adapter: str | None) -> bool:
-        """Whether the adapter is the base or was on the device before."""
+        """Return true if the adapter is the base or was on the device before."""
         return adapter is None or adapter in self._loaded
 
     def wait_s(self, raw_s: float, *, is_loaded: bool = True) -> float:
         """Predicted wait of a request whose estimates alone say `raw_s`."""
         return self.factor * raw_s + (0.0 if is_loaded else self.load_s)
 
-    def units(self, ask: Ask, prices: Prices) -> float:
+    def units(self, request: AdmissionRequest, prices: Prices) -> float:
         """Predicted cost of a request."""
-        prompt = ask.num_bytes / BYTES_PER_TOKEN
-        output = self._lengths.p50(ask.tenant, ask.adapter, ask.max_tokens)
-        first, next_choice = cost(prices, prompt, prompt, output), cost(prices, 0, prompt, output)
-        return first + (ask.num_choices - 1) * next_choice
+        prompt = request.num_bytes / BYTES_PER_TOKEN
+        output = self._lengths.p50(request.tenant, request.adapter, request.max_tokens)
+        first = cost(prices, prompt, prompt, output)
+        next_choice = cost(prices, 0, prompt, output)
+        return first + (request.num_choices - 1) * next_choice
 
-    def learn_length(self, ask: Ask, num_output: int, num_waiting: int) -> None:
-        """Learn from an answer that is complete, while so many engine requests wait."""
-        self._lengths.observe(ask.tenant, ask.adapter, num_output)
+    def learn_length(self, request: AdmissionRequest, num_output: int, num_waiting: int) -> None:
+        """Learn from a complete answer; `num_waiting` engine requests wait now."""
+        self._lengths.observe(request.tenant, request.adapter, num_output)
         if self._num_untaught is None:
             self._num_answers += 1
             if self._num_answers == MIN_ANSWERS:

@@ -73,7 +73,7 @@ def _thinking_and_output(body: schemas.TokenCountBody) -> dict[str, Any]:
     return chat
 
 
-def _tool_choice(choice: schemas.ToolChoice) -> dict[str, Any]:
+def _tool_choice(choice: schemas.MessagesToolChoice) -> dict[str, Any]:
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequestError(
             "tool_choice of type tool needs a name.", param="tool_choice.name"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from manylora.server.admission.rates import TokenizingCaller
 from manylora.server.generation.items import named
 from manylora.server.generation.prompts import chat_job, check_text
-from manylora.server.generation.response import PlannedGeneration
-from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
+from manylora.server.generation.routes import post
+from manylora.server.generation.run import GenerationRun
 from manylora.server.generation.tokens import rendered_chat, unbilled
-from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
-from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
+from manylora.server.messages import MESSAGES
 from manylora.server.messages.chat import NAMES, chat_of
 from manylora.server.messages.schemas import (
     MessagesBody,
@@ -20,42 +20,36 @@ from manylora.server.messages.schemas import (
     TokenCountView,
 )
 from manylora.server.messages.writer import MessageWriter
-from manylora.server.model_name import resolve_model
 from manylora.server.services import Wired
 
-router = APIRouter(tags=["generation"], route_class=GenerationRoute)
-count_router = APIRouter(tags=["tokens"])
+router = APIRouter()
 
 
-@post(router, "/v1/messages", MessagesBody, MessageView)
-async def message(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
+@post(router, MESSAGES, MessagesBody, MessageView)
+async def message(run: GenerationRun, body: MessagesBody) -> None:
     """Answer a conversation, as Anthropic's clients ask."""
-    origin, body = await received(request, caller, MessagesBody)
-    max_model_len = origin.services.ready.max_model_len
-    chat = await origin.work(lambda: chat_of(body, max_model_len), origin.num_bytes)
+    max_model_len = run.services.ready.max_model_len
+    chat = await run.work(lambda: chat_of(body, max_model_len), run.num_bytes)
     with named(NAMES):
-        return await plan_generation(origin, chat, MessageWriter)
+        await run.prepare(chat, MessageWriter)
 
 
-@count_router.post("/v1/messages/count_tokens", openapi_extra=takes(TokenCountBody))
+@router.post("/v1/messages/count_tokens", openapi_extra=takes(TokenCountBody), tags=["tokens"])
 async def count_tokens(
     request: Request, services: Wired, caller: TokenizingCaller
 ) -> TokenCountView:
     """Count the tokens of a conversation as the model reads it."""
-    body = await json_body(
-        request, TokenCountBody, services.config.server.max_body_bytes, services.pace
-    )
-    await resolve_model(services, caller, body.model)
+    body = await services.bodies.json(request, TokenCountBody)
+    await services.versions.names.resolve(caller.tenant_id, body.model)
 
     max_model_len = services.ready.max_model_len
     rendered = await rendered_chat(
         request, caller, lambda: chat_job(chat_of(body, max_model_len), services)
     )
 
-    def count() -> int:
+    def count() -> tuple[int, TokenCountView]:
         check_text(rendered, services)
-        return len(services.tokenizer.encode(rendered, add_special_tokens=False))
+        tokens = len(services.tokenizer.encode(rendered, add_special_tokens=False))
+        return tokens, TokenCountView(input_tokens=tokens)
 
-    tokens = await unbilled(request, caller, count)
-    reservation_of(request).spend(tokens)
-    return TokenCountView(input_tokens=tokens)
+    return await unbilled(request, caller, count)

@@ -39,7 +39,7 @@ class TextBlock(StoredBody):
 
 
 class ThinkingBlock(StoredBody):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     type: Literal["thinking"]
     thinking: str
@@ -55,7 +55,7 @@ class ToolUseBlock(StoredBody):
 
 
 class ToolResultBlock(StoredBody):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -89,7 +89,7 @@ def _turns(value: object) -> object:
 
 
 class Turn(StoredBody):
-    """What one side said."""
+    """A message of one side."""
 
     role: Literal["user", "assistant", "system"]
     content: list[AnyBlock]
@@ -114,7 +114,7 @@ class ClientTool(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class MessagesToolChoice(Body):
     """Which of the tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -124,7 +124,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers. How long is up to the model: `max_tokens` bounds both together."""
+    """Thinking before the answer, on or off. The model decides its length: `max_tokens` bounds both together."""
 
     ignored = frozenset({"budget_tokens", "display"})
 
@@ -132,11 +132,11 @@ class Thinking(Body):
 
 
 class OutputConfig(Body):
-    """How the answer is made."""
+    """Effort and form of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: dict[str, Any] | None = None
-    """Of type json_schema, with `schema`."""
+    """An object of type json_schema, with `schema`."""
 
 
 class TokenCountBody(SamplingFields):
@@ -155,7 +155,7 @@ class TokenCountBody(SamplingFields):
     tools: Annotated[list[ClientTool], with_kinds(("custom",), "tools", "custom")] = Field(
         default_factory=list
     )
-    tool_choice: ToolChoice | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -175,7 +175,7 @@ class TokenCountView(View):
 
 
 class BlockView(View):
-    """What the model said, thought, or wants to be called."""
+    """A text, a thought, or a call of the model."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str = ""
@@ -183,7 +183,7 @@ class BlockView(View):
     signature: str = ""
     """Empty: Manylora does not sign."""
     id: str = ""
-    """Of a call, with `name` and `input`."""
+    """Id of a call, which has `name` and `input` too."""
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
 

@@ -8,11 +8,12 @@ import secrets
 import orjson
 
 from manylora.errors import ManyloraError
-from manylora.server.errors import as_anthropic, error_body
+from manylora.server.errors import error_body
 from manylora.server.generation.items import Item, ItemWriter
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.openai_format import JsonObject
 from manylora.server.http import sse
+from manylora.server.messages.errors import ANTHROPIC
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -67,7 +68,7 @@ class MessageWriter(ItemWriter):
 
     def failure(self, error: ManyloraError) -> bytes:
         """An event like the body of an error."""
-        return sse.event(as_anthropic(error_body(error)), "error")
+        return ANTHROPIC.event(error_body(error))
 
     def _message(self, blocks: list[JsonObject], **stop: object) -> JsonObject:
         return {
@@ -100,7 +101,8 @@ class MessageWriter(ItemWriter):
         }
 
     def _usage(self) -> JsonObject:
-        usage, num_cached = self.meter.usage, self.meter.usage.prompt_tokens_details.cached_tokens
+        usage = self.meter.usage
+        num_cached = usage.prompt_tokens_details.cached_tokens
         return {
             "input_tokens": usage.prompt_tokens - num_cached,
             "cache_read_input_tokens": num_cached,

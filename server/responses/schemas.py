@@ -78,7 +78,7 @@ class CallItem(StoredBody):
 
 
 class CallOutputItem(StoredBody):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -86,7 +86,7 @@ class CallOutputItem(StoredBody):
 
 
 class ReasoningItem(StoredBody):
-    """What the model thought. Summaries and encrypted reasoning of other servers are not shown to the model."""
+    """Reasoning of the model. Summaries and encrypted reasoning of other servers are not shown to the model."""
 
     type: Literal["reasoning"]
     content: Text = ""
@@ -131,16 +131,16 @@ class FunctionTool(ToolFunction):
 
 
 class TextOptions(Body):
-    """How the text looks."""
+    """The form of the text."""
 
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
 
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
-    """Of type text, json_object or json_schema, the last with `name`, `schema` and `strict`."""
+    """An object of type text, json_object or json_schema, the last with `name`, `schema` and `strict`."""
 
 
 class ReasoningOptions(Body):
-    """How much the model thinks. Reasoning is always shown as it is; summaries are not made."""
+    """Effort of the model's reasoning, which is always shown as it is; summaries are not made."""
 
     ignored = frozenset({"summary", "generate_summary"})
 
@@ -163,7 +163,7 @@ class ResponsesBody(SamplingFields):
     """As in a chat: the base's served name, or an adapter."""
     input: Items = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str | None = None
-    """What the model is told first, as its system."""
+    """The first message to the model, as its system."""
     tools: Annotated[list[FunctionTool], with_kinds(("function",), "tools")] = Field(
         default_factory=list
     )
@@ -193,14 +193,14 @@ class OutputPartView(View):
 
 
 class OutputItemView(View):
-    """What the model said, thought, or wants to be called."""
+    """A text, reasoning, or a call of the model."""
 
     type: Literal["message", "reasoning", "function_call"]
     id: str
     status: Literal["completed", "incomplete"]
     role: Literal["assistant"] = "assistant"
     content: list[OutputPartView] = Field(default_factory=list)
-    """Of a message, and of reasoning."""
+    """Texts of a message, or of reasoning."""
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None

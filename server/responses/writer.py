@@ -30,10 +30,17 @@ _FIXED: JsonObject = {
 }
 """Fields of every response, unless it says otherwise."""
 _REPEATED = (
-    *("instructions", "parallel_tool_calls", "metadata", "user", "max_output_tokens"),
-    *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    "instructions",
+    "parallel_tool_calls",
+    "metadata",
+    "user",
+    "max_output_tokens",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
 )
-"""What a response repeats of its request as it is."""
+"""Fields of the request that a response repeats as they are."""
 _ARGUMENTS = "response.function_call_arguments"
 
 
@@ -116,7 +123,7 @@ class ResponseWriter(ItemWriter):
 
     def failure(self, error: ManyloraError) -> bytes:
         """The response as far as it came, `failed`."""
-        told = error_body(error)["error"]
+        reported = error_body(error)["error"]
         code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
         if isinstance(error, RateLimitError):
             code = "rate_limit_exceeded"
@@ -126,9 +133,9 @@ class ResponseWriter(ItemWriter):
         ]
         reason = {
             "code": code,
-            "message": told["message"],
-            "param": told["param"],
-            "type": told["code"],
+            "message": reported["message"],
+            "param": reported["param"],
+            "type": reported["code"],
         }
         return self._event(
             "response.failed", response=self._response("failed", items, error=reason)

@@ -10,9 +10,9 @@ from typing import Any
 from manylora.engine.text.chat_template import UNUSABLE, unusable
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
-from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import acting
 from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, SandboxedProcesses
-from manylora.server.threads import acting
 
 CHILDREN = 2
 """Chats that are rendered at once; twice as many while one tenant has more than its share."""

@@ -8,7 +8,6 @@ with what is wrong with it, or null, goes to its stdout, both in JSON.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import json
 import os
@@ -22,7 +21,6 @@ from collections import OrderedDict
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from manylora.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compiled_parser
 from manylora.engine.grammar.problems import TOO_COMPLEX
@@ -55,6 +53,10 @@ class GrammarChecker:
         self._child: subprocess.Popen[bytes] | None = None
         self._remembered: OrderedDict[tuple[str, Path, str], tuple[str | None]] = OrderedDict()
         """By tenant, so that nobody learns from a short wait what others sent."""
+
+    def is_sound(self, digest: str, folder: Path, tenant: str) -> bool:
+        """True of a grammar that was sent by this tenant before, and has no fault."""
+        return self._remembered.get((tenant, folder, digest)) == (None,)
 
     def problem(self, text: str, digest: str, folder: Path, tenant: str) -> str | None:
         """What is wrong with a grammar for the checkpoint of a folder; None if it is one.
@@ -108,14 +110,6 @@ class GrammarChecker:
             is_over.set()
             if child.poll() is not None:
                 self.close()
-
-
-_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-
-def turn_of(tenant: str) -> asyncio.Lock:
-    """Hold it while a tenant's grammars are checked: who sends many waits behind its own, and others behind one."""
-    return _turns.setdefault(tenant, asyncio.Lock())
 
 
 @cache

@@ -1,1 +1,1 @@
-"""What the server says about itself: health, engine state, metrics."""
+"""Routes on which the server tells its state: health, engine, metrics."""

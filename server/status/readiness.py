@@ -1,4 +1,4 @@
-"""Readiness of a server: whether it can serve requests to their end now, and if not, why.
+"""Readiness of a server: if it can serve requests to their end now, and if not, why.
 
 Parts that can no longer do their work say so, and the first that does is the reason. Each finds out by itself when it
 can go on, so nothing is kept here.
@@ -9,22 +9,12 @@ from __future__ import annotations
 from manylora.errors import CapacityError, EngineUnavailableError
 from manylora.server.services import Services
 
-REASONS = (
-    "server.draining",
-    "engine_starting",
-    "storage.full",
-    "storage.unavailable",
-    "db.lost",
-    "db.unavailable",
-)
-"""Codes of the errors of `check_ready`."""
-
 
 async def check_ready(services: Services) -> None:
     """Return if requests are taken.
 
     Raises:
-        CapacityError: They are not, and why; its code is one of `REASONS`.
+        CapacityError: They are not, and why; its code is one of `NOT_READY` in metrics.py.
     """
     services.drain.check(or_near=True)
     if services.engine.ready is None:

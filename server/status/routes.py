@@ -1,4 +1,4 @@
-"""What needs no key: alive, ready, version. And for admins: metrics, the engine's state and its live feed."""
+"""Routes without a key: alive, ready, version; and for admins: metrics, the engine's state and its live feed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from manylora.server.http import sse
 from manylora.server.http.bodies import View
 from manylora.server.http.openapi import OBJECT, TEXT, sends
 from manylora.server.services import Services, Wired
-from manylora.server.status import metrics
 from manylora.server.status.readiness import check_ready, why_not_ready
+from manylora.server.telemetry import metrics
 
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
@@ -84,7 +84,8 @@ async def _while_known(
 
 async def _snapshot(services: Services) -> dict[str, Any]:
     status = await services.engine_status(is_detailed=True)
-    admission, batches = services.gate.snapshot(), status.batches
+    admission = services.limits.gate.snapshot()
+    batches = status.batches
     digests = {
         *(batches.adapters if batches else ()),
         *(resident.digest for resident in status.residents),

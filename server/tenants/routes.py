@@ -13,13 +13,10 @@ from fastapi import APIRouter, Query, Request, Response
 from manylora.errors import NotFoundError
 from manylora.registry.db.models import GrantRow
 from manylora.registry.names import MAX_INTEGER
+from manylora.server.admission.rates import accounts_of
 from manylora.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
-from manylora.server.garbage import remove_unreferenced
 from manylora.server.http.bodies import HeldView, NamedView
-from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
-from manylora.server.limits.rates import shares_of
-from manylora.server.pins import pinned_pages
 from manylora.server.services import Services, Wired
 from manylora.server.tenants import schemas
 
@@ -36,9 +33,7 @@ Before = Annotated[
 @router.post("/v1/tenants", status_code=201, openapi_extra=takes(schemas.TenantBody))
 async def create_tenant(request: Request, services: Wired, _: Admin) -> schemas.TenantView:
     """Make a tenant. Limits that the body does not name come from the settings `tenant_defaults.*`."""
-    body = await json_body(
-        request, schemas.TenantBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, schemas.TenantBody)
     limits = {**asdict(services.config.tenant_defaults), **body.limits}
     tenant = await services.registry.tenants.create_tenant(body.name, limits, body.weight)
     return schemas.TenantView.model_validate(tenant)
@@ -65,9 +60,7 @@ async def update_tenant(
     name: str, request: Request, services: Wired, _: Admin
 ) -> schemas.TenantView:
     """Replace a tenant's limits, its weight, or both; in force at once."""
-    body = await json_body(
-        request, schemas.TenantPatchBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, schemas.TenantPatchBody)
     tenant = await services.registry.tenants.update_tenant(name, body.limits, body.weight)
     return schemas.TenantView.model_validate(tenant)
 
@@ -75,15 +68,13 @@ async def update_tenant(
 @router.delete("/v1/tenants/{name}", status_code=204, response_class=Response)
 async def delete_tenant(name: str, services: Wired, _: Admin) -> None:
     """Delete a tenant with its keys and adapters; its usage stays."""
-    await remove_unreferenced(services, await services.registry.tenants.delete_tenant(name))
+    await services.versions.garbage.remove(await services.registry.tenants.delete_tenant(name))
 
 
 @router.post("/v1/tenants/{name}/keys", status_code=201, openapi_extra=takes(schemas.KeyBody))
 async def create_key(name: str, request: Request, services: Wired, _: Admin) -> schemas.NewKeyView:
     """Make a key. The secret is shown this once."""
-    body = await json_body(
-        request, schemas.KeyBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, schemas.KeyBody)
     key, secret = await services.registry.keys.create_key(name, **body.model_dump())
     return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
@@ -98,9 +89,7 @@ async def list_keys(name: str, services: Wired, _: Admin) -> schemas.KeyList:
 @router.patch("/v1/keys/{key_id}", openapi_extra=takes(schemas.KeyPatchBody))
 async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -> schemas.KeyView:
     """Change a key's name, limits, scopes or end; the secret stays, and the change is in force at once."""
-    body = await json_body(
-        request, schemas.KeyPatchBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, schemas.KeyPatchBody)
     return schemas.KeyView.model_validate(
         await services.registry.keys.update_key(key_id, **body.model_dump())
     )
@@ -111,9 +100,7 @@ async def rotate_key(
     key_id: str, request: Request, services: Wired, _: Admin
 ) -> schemas.NewKeyView:
     """Give a key a new secret; the old secret stops working at once, or after `grace_s` seconds."""
-    body = await json_body(
-        request, schemas.RotateBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, schemas.RotateBody)
     key, secret = await services.registry.keys.rotate_key(key_id, body.grace_s)
     return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
@@ -129,28 +116,26 @@ async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
     """Show the key's tenant, its limits and how much of them is used now."""
     limits: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
     used: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
-    for share in await shares_of(services, caller, with_month=True):
-        limits[share.holder] = {
-            name: value for name, value in asdict(share.limits).items() if value is not None
+    for limited in await accounts_of(services, caller, with_month=True):
+        limits[limited.holder] = {
+            name: value for name, value in asdict(limited.limits).items() if value is not None
         }
-        used[share.holder] = share.account.used(services.monotonic())
+        used[limited.holder] = limited.account.used(services.clock.monotonic())
     if caller.tenant_id is not None:
-        pages = await pinned_pages(services, caller.tenant_id)
+        pages = await services.versions.pins.pinned_pages(caller.tenant_id)
         used["tenant"] |= {
             **await services.registry.tenants.stored(caller.tenant_id),
             "pinned_pages": pages,
         }
-    key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
-    key = (
-        schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id))
-        if key_id is not None
-        else None
-    )
+    key = None
+    if (key_id := caller.identity.key_id) is not None:
+        key = schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id))
+    tenant = None
+    if caller.tenant_id is not None and caller.tenant is not None:
+        tenant = NamedView(id=caller.tenant_id, name=caller.tenant)
     return schemas.MeView(
         role=caller.identity.role,
-        tenant=NamedView(id=tenant_id, name=tenant)
-        if tenant_id is not None and tenant is not None
-        else None,
+        tenant=tenant,
         key=key,
         limits=HeldView(**limits),
         used=HeldView(**used),
@@ -192,9 +177,7 @@ async def grant_adapter(
     name: str, request: Request, response: Response, services: Wired, caller: TenantWriter
 ) -> schemas.GrantView:
     """Let another tenant call an adapter as `tenant/name`, or one version of it as `tenant/name@version`."""
-    body = await json_body(
-        request, schemas.GrantBody, services.config.server.max_body_bytes, services.pace
-    )
+    body = await services.bodies.json(request, schemas.GrantBody)
     grantee = await _tenant_id(services, caller, body.tenant)
     grant, is_new = await services.registry.grants.grant_adapter(
         caller.tenant_id, name, grantee, body.version, actor=caller.actor

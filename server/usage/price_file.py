@@ -36,7 +36,7 @@ Amount = Annotated[Decimal, Field(ge=0, le=MAX_PRICE, decimal_places=4)]
 
 
 class PriceEntry(BaseModel, extra="forbid"):
-    """What a million tokens cost, by their kind."""
+    """Price of a million tokens, by their kind."""
 
     prompt: Amount
     cached: Amount
@@ -75,7 +75,8 @@ def read_prices(path: Path) -> PriceTable:
         raise _wrong(
             f"batch {file.batch} times a price has more than ten decimal places for a token: round one"
         )
-    default, base = prices.pop("default"), prices.pop("base", None)
+    default = prices.pop("default")
+    base = prices.pop("base", None)
     tenants: dict[str, Price] = {}
     adapters: dict[tuple[str, str], Price] = {}
     for name, price in prices.items():

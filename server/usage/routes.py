@@ -52,7 +52,7 @@ class RangeParams(SpanParams):
 
 
 class UsageParams(RangeParams):
-    """What GET /v1/usage takes."""
+    """Parameters of GET /v1/usage."""
 
     bucket: records.Bucket | None = None
     """Width of a row's time span: minutes, or hours and days as clocks in `tz` show them."""
@@ -61,7 +61,7 @@ class UsageParams(RangeParams):
     group_by: str = ""
     """Comma-separated: tenant, adapter, version, key, status, service_class."""
     top: int | None = Field(None, ge=1, le=MAX_TOP)
-    """Only so many groups, the largest of the whole range, have rows of their own, the largest first. All others are
+    """Number of groups, the largest of the whole range, that have rows of their own, the largest first. All others are
     one row per bucket with `"other": true`, so rows still add up to the totals. There are no pages then, and `limit`
     does not count."""
     rank_by: records.RankBy = "total_tokens"
@@ -84,7 +84,7 @@ class OrganizationUsageParams(BaseModel):
 
     @property
     def groups(self) -> tuple[records.GroupBy, ...]:
-        """What the rows are grouped by; groups that Manylora lacks have one value, so they change nothing."""
+        """Groups of the rows; groups that Manylora lacks have one value, so they change nothing."""
         wanted = [*self.group_by, *self.group_by_brackets]
         return tuple(
             dict.fromkeys(_OPENAI_GROUPS[name] for name in wanted if name in _OPENAI_GROUPS)
@@ -98,10 +98,11 @@ async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
 ) -> dict[str, object] | Response:
     """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
-    query = params.query(caller, services.now(), zone_of(params.tz))
+    query = params.query(caller, services.clock.now(), zone_of(params.tz))
     await services.registry.usage.flush()
-    report = await services.registry.usage.query(query, services.prices)
-    currency = services.prices.currency if services.prices else None
+    prices = services.registry.prices
+    report = await services.registry.usage.query(query, prices)
+    currency = prices.currency if prices else None
     rows = [_row_fields(query, row, currency) for row in report.rows]
     if params.format == "csv":
         empty = records.UsageRow(start=query.start, end=query.end)
@@ -122,7 +123,7 @@ async def list_usage_events(
 ) -> schemas.UsageEventList | Response:
     """List the single usage events behind all sums, oldest first."""
     await services.registry.usage.flush()
-    page = await services.registry.usage.events(params.query(caller, services.now()))
+    page = await services.registry.usage.events(params.query(caller, services.clock.now()))
     events = schemas.UsageEventList.model_validate(page)
     if params.format == "csv":
         fields = list(schemas.UsageEventView.model_fields)
@@ -137,7 +138,7 @@ async def get_organization_usage(
     services: Wired, caller: UsageCaller, params: Annotated[OrganizationUsageParams, Query()]
 ) -> schemas.OrganizationUsagePage:
     """Usage in OpenAI's shape: the project is the tenant, the model the adapter."""
-    first, last, end = _span(params, int(services.now().timestamp()) + 1)
+    first, last, end = _span(params, int(services.clock.now().timestamp()) + 1)
     width = _WIDTH_S[params.bucket_width]
     query = records.UsageQuery(
         start=datetime.fromtimestamp(first, UTC),
@@ -231,7 +232,7 @@ def _result(
 
 
 class LatencyParams(SpanParams):
-    """What GET /v1/usage/latency takes. The range is widened to full hours."""
+    """Parameters of GET /v1/usage/latency. The range is widened to full hours."""
 
     bucket: Literal["1h", "1d"] | None = None
     group_by: str = ""
@@ -250,7 +251,7 @@ async def get_latency(
     Times are counted per hour in bins of a factor of 1.122, so a percentile is off by at most that factor.
     A tenant sees its own requests; an admin sees all, or one tenant's with `?tenant=`.
     """
-    query = params.query(caller, services.now())
+    query = params.query(caller, services.clock.now())
     await services.registry.usage.flush()
     report = await services.registry.usage.latency(query)
     return schemas.LatencyList(

@@ -35,7 +35,7 @@ class UsageRowView(UsageTotalsView, GroupView):
     status: str | None = None
     service_class: str | None = None
     other: bool = False
-    """Whether the row is all groups below the top together, with null fields; absent without `top`."""
+    """True if the row is all groups below the top together, with null fields; absent without `top`."""
 
 
 class UsageList(Listing[UsageRowView]):
@@ -43,9 +43,9 @@ class UsageList(Listing[UsageRowView]):
 
     totals: UsageTotalsView
     groups: int | None = None
-    """How many groups the whole range has; absent without `group_by`."""
+    """Number of groups in the whole range; absent without `group_by`."""
     currency: str | None = None
-    """Of the costs; absent where no prices are set."""
+    """Currency of the costs; absent where no prices are set."""
 
 
 class AdapterStatesView(View):
@@ -61,7 +61,7 @@ class AdapterStatesView(View):
 
 
 class TtftView(View):
-    """Seconds within which so many percent of the requests had their first token."""
+    """Percentiles of the time to the first token, in seconds."""
 
     p50: float
     p95: float
@@ -69,7 +69,7 @@ class TtftView(View):
 
 
 class LatencyFiguresView(View):
-    """How requests started."""
+    """Figures of how requests started."""
 
     requests: int
     states: AdapterStatesView

@@ -44,7 +44,7 @@ class SpanParams(BaseModel):
     """Ids of keys."""
 
     groups: ClassVar[Sequence[GroupBy]] = GROUPS
-    """What `group_by` may name."""
+    """Groups that `group_by` may name."""
 
     def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger; times that name no offset are of the zone."""

@@ -1,4 +1,4 @@
-"""What trainers and evaluations ask of a vLLM server besides tokens, with vLLM's names and answers. Admins only.
+"""Routes of a vLLM server that trainers and evaluations call besides tokens, with vLLM's answers. Admins only.
 
 A pause is of the server's process: a restarted engine stays paused, a restarted server does not.
 """
@@ -19,11 +19,12 @@ from manylora.errors import ConflictError
 from manylora.server.auth.callers import Admin
 from manylora.server.http.bodies import View
 from manylora.server.services import Services, Wired
+from manylora.server.vllm import PAUSE, RESET_PREFIX_CACHE, RESUME
 
 log = structlog.get_logger("manylora.server")
 router = APIRouter(tags=["vllm"])
 LOOK_S = 0.05
-"""How often the engine is asked whether all that had started has ended."""
+"""Seconds between two looks whether all that had started has ended."""
 WORLD_SIZE = 1
 """One engine process computes on one device."""
 
@@ -44,7 +45,7 @@ class ResetView(View):
     """Answer of POST /reset_prefix_cache."""
 
     success: bool
-    """Whether nothing is cached any more; requests that run keep what they use."""
+    """True if nothing is cached any more; requests that run keep what they use."""
 
 
 class WorldSizeView(View):
@@ -57,13 +58,13 @@ class ServerInfoView(View):
     """Answer of GET /server_info."""
 
     vllm_config: dict[str, Any] | str
-    """What the server is, with vLLM's names: an object, or text."""
+    """The server's settings by vLLM's names: an object, or text."""
     vllm_env: dict[str, str]
     """Empty: vLLM's variables mean nothing here."""
     system_env: dict[str, str]
 
 
-@router.post("/pause")
+@router.post(PAUSE.path)
 async def pause(
     services: Wired, admin: Admin, mode: Literal["abort", "wait", "keep"] = "abort"
 ) -> StatusView:
@@ -73,7 +74,7 @@ async def pause(
     503. A request's own deadline counts all the same.
     """
     services.engine.pause("wait" if mode == "wait" else "keep", is_ending=mode == "abort")
-    services.gate.pause(True)
+    services.limits.gate.pause(True)
     log.warning("engine_paused", mode=mode, by=admin.key_id or admin.role)
     state: PauseMode | None = "wait"
     with services.drain.cancelling():
@@ -87,11 +88,11 @@ async def pause(
     return StatusView(status="paused")
 
 
-@router.post("/resume")
+@router.post(RESUME.path)
 async def resume(services: Wired, admin: Admin) -> StatusView:
     """Have the engine go on."""
     services.engine.resume()
-    services.gate.pause(False)
+    services.limits.gate.pause(False)
     log.warning("engine_resumed", by=admin.key_id or admin.role)
     return StatusView(status="resumed")
 
@@ -102,7 +103,7 @@ async def is_paused(services: Wired, _: Admin) -> IsPausedView:
     return IsPausedView(is_paused=services.engine.is_paused)
 
 
-@router.post("/reset_prefix_cache")
+@router.post(RESET_PREFIX_CACHE.path)
 async def reset_prefix_cache(services: Wired, _: Admin) -> ResetView:
     """Forget the cached KV that no request uses. No answer depends on it: versions of adapters never change."""
     services.engine.reset_prefix_cache()
@@ -120,17 +121,17 @@ async def server_info(
     services: Wired, _: Admin, config_format: Literal["text", "json"] = "text"
 ) -> ServerInfoView:
     """Tell what the server is."""
-    config, versions = (
-        _config(services),
-        {"manylora_version": manylora.__version__, "torch_version": version("torch")},
-    )
+    config = _config(services)
+    versions = {"manylora_version": manylora.__version__, "torch_version": version("torch")}
     system = {**versions, "os": platform.platform(), "python_version": platform.python_version()}
-    told = config if config_format == "json" else str(config)
-    return ServerInfoView(vllm_config=told, vllm_env={}, system_env=system)
+    shown = config if config_format == "json" else str(config)
+    return ServerInfoView(vllm_config=shown, vllm_env={}, system_env=system)
 
 
 def _config(services: Services) -> dict[str, Any]:
-    ready, memory, scheduler = services.ready, services.ready.memory, services.config.scheduler
+    ready = services.ready
+    memory = ready.memory
+    scheduler = services.config.scheduler
     model = {"model": ready.model_path, "served_model_name": services.served_name}
     limits = {
         "max_model_len": ready.max_model_len,

@@ -35,19 +35,11 @@ def test_small_adapters_are_for_the_shape_and_made_once(tmp_path: Path) -> None:
     ] == before
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keeps the adapters that the first run uploads for the second."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.slow
 def test_a_small_run_weighs_cold_and_warm_against_the_control(
-    cache: Path, measure: Callable[..., dict[str, Any]]
+    measure: Callable[..., dict[str, Any]],
 ) -> None:
-    arm = measure("adapters-http", f"--counts= --tight 6 {SMALL}", "--cache", str(cache))["arms"][
-        "tight"
-    ]
+    arm = measure("adapters-http", f"--counts= --tight 6 {SMALL}")["arms"]["tight"]
     assert arm["settings"]["served"][0].startswith("memory.gib=0.0")
     served, control = arm["runs"]["served"], arm["runs"]["control"]
     assert served["cold"]["states"]["stored"] > 0
@@ -59,7 +51,7 @@ def test_a_small_run_weighs_cold_and_warm_against_the_control(
 
 
 @pytest.mark.slow
-def test_a_control_without_room_is_refused(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_control_without_room_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"--counts 6 --tight 0 {SMALL} --set adapter.slots=2".split()
-    assert main("adapters-http", [*arguments, "--cache", str(cache)]) == 1
+    assert main("adapters-http", arguments) == 1
     assert "The control needs all 6 adapters on the device" in capsys.readouterr().err

@@ -4,42 +4,68 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import operator
 import time
+from functools import partial
 
 import pytest
 
-from manylora.benchmarks.http.fairness import Streams, flood
-from manylora.benchmarks.http.generator import (
-    Calls,
-    LoadSettings,
-    Reply,
-    check_replies,
-    closed_loop,
-    tokens_per_s,
-    watch_delay,
-)
-from manylora.benchmarks.http.http_stream import EventClient
-from manylora.benchmarks.http.own_server import Served
+from manylora.benchmarks.http.flood import Streams, flood
+from manylora.benchmarks.http.generator import Generator, Target, ask, check_replies
+from manylora.benchmarks.http.runner import play, watch_delay
+from manylora.benchmarks.metrics import Reply, tokens_per_s
 from manylora.errors import ManyloraError
 from shop_window import ShopWindow
 
 
-def ask(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> list[Reply]:
+def send(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> list[Reply]:
     replies: list[Reply] = []
 
     async def run() -> None:
-        with contextlib.closing(EventClient(url, "key")) as client:
-            calls = Calls(client, LoadSettings(vocab_size=64))
-            made = (calls.make("a", 3, output_tokens, index) for index in range(count))
-            await closed_loop(made, in_flight, replies)
+        with contextlib.closing(Generator(vocab_size=64)) as made:
+            calls = (made.call(Target(url, "key", "a"), 3, output_tokens) for _ in range(count))
+            await play(calls, partial(ask, replies), at_once=in_flight)
 
     asyncio.run(run())
     return replies
 
 
+def test_items_are_acted_on_when_they_are_due_and_some_at_a_time() -> None:
+    """Two clients, of which each needs 0.1 s: the third item is due before one is free."""
+    began: list[tuple[str, float, float]] = []
+
+    async def act(item: str, due_s: float) -> None:
+        began.append((item, due_s - start_s, time.perf_counter() - start_s))
+        await asyncio.sleep(0.1)
+
+    start_s = time.perf_counter()
+    asyncio.run(play("abcd", act, at_once=2, arrivals_s=[0.0, 0.02, 0.04, 0.3]))
+    assert [item for item, _, _ in began] == ["a", "b", "c", "d"]
+    due_s = [due for _, due, _ in began]
+    assert [each - due_s[0] for each in due_s] == pytest.approx([0.0, 0.02, 0.04, 0.3], abs=1e-3)
+    at_s = [at for _, _, at in began]
+    assert all(at >= due for due, at in zip(due_s, at_s, strict=True))
+    assert at_s[2] >= at_s[0] + 0.1, "both clients are busy until then"
+
+
+def test_no_item_is_begun_after_the_end() -> None:
+    begun = 0
+
+    async def act(_item: int, _due_s: float) -> None:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        await play(range(10_000), act, at_once=1, until_s=time.perf_counter() + 0.1)
+
+    asyncio.run(run())
+    assert 1 <= begun <= 11
+
+
 def test_every_token_is_counted_with_its_time(server: ShopWindow) -> None:
-    replies = ask(server.url, 6, in_flight=2)
+    replies = send(server.url, 6, in_flight=2)
     assert [len(reply.token_times_s) for reply in replies] == [4] * 6
     assert [reply.completion_tokens for reply in replies] == [4] * 6
     check_replies(replies)
@@ -58,7 +84,7 @@ def test_every_token_is_counted_with_its_time(server: ShopWindow) -> None:
 
 def test_a_refusal_is_no_failure_and_tells_when_to_come_again(server: ShopWindow) -> None:
     server.fault = "503"
-    replies = ask(server.url, 2)
+    replies = send(server.url, 2)
     assert [(reply.status, reply.is_refused, reply.retry_after_s) for reply in replies] == [
         (503, True, 7.0)
     ] * 2
@@ -71,7 +97,7 @@ def test_a_connection_that_the_server_ends_or_talks_on_is_not_used_again(
     server: ShopWindow, fault: str
 ) -> None:
     server.fault = fault
-    replies = ask(server.url, 3)
+    replies = send(server.url, 3)
     check_replies(replies)
     assert [len(reply.token_times_s) for reply in replies] == [4, 4, 4]
     assert server.connections == 3
@@ -81,12 +107,12 @@ def test_a_kept_connection_that_turns_out_to_be_closed_is_no_error_and_a_new_one
     server: ShopWindow,
 ) -> None:
     server.fault = "one answer"
-    replies = ask(server.url, 3)
+    replies = send(server.url, 3)
     check_replies(replies)
     assert [len(reply.token_times_s) for reply in replies] == [4, 4, 4]
     assert server.connections == 3
     server.fault = "unanswered"
-    (reply,) = ask(server.url, 1)
+    (reply,) = send(server.url, 1)
     assert (
         reply.error
         == "ConnectionError: the server closed the connection before the end of the answer"
@@ -96,15 +122,15 @@ def test_a_kept_connection_that_turns_out_to_be_closed_is_no_error_and_a_new_one
 
 def test_a_connection_with_half_an_answer_is_not_used_again(server: ShopWindow) -> None:
     async def run() -> list[Reply]:
-        replies = [Reply("a", due_s=0.0) for _ in range(3)]
-        with contextlib.closing(EventClient(server.url, "key")) as client:
-            calls = Calls(client, LoadSettings(vocab_size=64))
-            await calls.make("a", 3, 4, 0).send(replies[0])
-            cut = asyncio.create_task(calls.make("a", 3, 400, 1).send(replies[1]))
+        replies: list[Reply] = []
+        target = Target(server.url, "key", "a")
+        with contextlib.closing(Generator(vocab_size=64)) as made:
+            await made.call(target, 3, 4).send(replies, 0.0)
+            cut = asyncio.create_task(made.call(target, 3, 400).send(replies, 0.0))
             await asyncio.sleep(0.1)  # of 4 s
             cut.cancel()
             await asyncio.wait([cut])
-            await calls.make("a", 3, 4, 2).send(replies[2])
+            await made.call(target, 3, 4).send(replies, 0.0)
         return replies
 
     replies = asyncio.run(run())
@@ -114,7 +140,7 @@ def test_a_connection_with_half_an_answer_is_not_used_again(server: ShopWindow) 
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
-    replies = ask("http://127.0.0.1:9/v1", 1)
+    replies = send("http://127.0.0.1:9/v1", 1)
     with pytest.raises(ManyloraError, match="ConnectionRefusedError"):
         check_replies(replies)
     assert replies[0].status == 0
@@ -135,12 +161,18 @@ def test_the_clients_own_delay_is_seen() -> None:
 
 def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow) -> None:
     def group(key: str, models: list[str], count: int) -> Streams:
+        targets = [Target(server.url, key, model) for model in models]
         return Streams(
-            Served(server.url, key, models), count, 3, 50, LoadSettings(vocab_size=64, seed=count)
+            targets=targets,
+            count=count,
+            prompt_tokens=3,
+            output_tokens=50,
+            vocab_size=64,
+            seed=count,
         )
 
     groups = [group("one", ["a", "b"], 3), group("two", ["c"], 2)]
-    with flood(groups) as report:
+    with flood(groups) as flooded:
         start_s = time.perf_counter()
         while server.most_in_flight < 5 or time.perf_counter() < start_s + 0.7:
             time.sleep(0.01)
@@ -148,18 +180,33 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
     assert server.authorizations == {"Bearer one", "Bearer two"}
     assert {body["model"] for body in server.bodies} == {"a", "b", "c"}
     assert [
-        len(replies) >= group.count for replies, group in zip(report.replies, groups, strict=True)
+        len(replies) >= group.count for replies, group in zip(flooded, groups, strict=True)
     ] == [True] * 2
-    assert all(tokens_per_s(replies, start_s, start_s + 0.5) > 0 for replies in report.replies)
-    assert report.delays_s
+    assert all(tokens_per_s(replies, start_s, start_s + 0.5) > 0 for replies in flooded)
     deadline = time.monotonic() + 10
     while server.in_flight and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.in_flight == 0
 
 
+def test_a_client_of_a_flood_can_be_slowed_down(server: ShopWindow) -> None:
+    slow = Streams(
+        targets=[Target(server.url, "", "a")],
+        count=1,
+        prompt_tokens=1,
+        output_tokens=1,
+        vocab_size=64,
+        every_s=0.2,
+    )
+    with flood([slow]) as flooded:
+        time.sleep(0.7)
+    sent_s = [reply.sent_s for reply in flooded[0]]
+    assert len(sent_s) >= 2
+    assert all(later - earlier >= 0.19 for earlier, later in itertools.pairwise(sent_s))
+
+
 def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # Dividing a pipe by a list raises a TypeError, of which the process dies.
-    monkeypatch.setattr("manylora.benchmarks.http.fairness.run_clients", operator.truediv)
-    with pytest.raises(EOFError), flood([Streams(Served("", "", ["a"]), 1, 1, 1, LoadSettings())]):
+    monkeypatch.setattr("manylora.benchmarks.http.flood.run_clients", operator.truediv)
+    with pytest.raises(EOFError), flood([Streams(targets=[], count=1)]):
         pass

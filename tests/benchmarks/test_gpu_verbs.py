@@ -225,53 +225,6 @@ def test_a_program_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert not is_running(child)
 
 
-def test_flashinfer_is_compared_where_there_is_one(
-    verb: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)  # as if it were not installed
-    absent = verb("yardstick", "--only", "32 rows, 1 of 64 tokens")["cases"]
-    assert "FlashInfer cannot be imported" in absent["32 rows, 1 of 64 tokens"]["absent"]
-    (tmp_path / "yardstick.json").unlink()
-    answers: list[torch.Tensor] = []
-    attention = KernelBench.attention
-
-    def remembered(*arguments: Any, **named: Any) -> Work:
-        work = attention(*arguments, **named)
-        answers[:] = [work.run(0)]  # type: ignore[list-item]
-        return work
-
-    class Wrapper:
-        def __init__(self, _workspace: torch.Tensor, layout: str) -> None:
-            assert layout == "HND"
-
-        def plan(
-            self, starts: torch.Tensor, page_starts: torch.Tensor, *more: Any, **named: Any
-        ) -> None:
-            pages, last, *sizes = more
-            assert sizes == [4, 2, 16, 16]
-            assert named == {"causal": True, "q_data_type": torch.bfloat16}
-            assert page_starts[-1] == len(pages) == pages[-1]
-            assert len(starts) == len(page_starts) == len(last) + 1
-            assert 1 <= int(last[0]) <= 16
-
-        def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            assert kv[0].shape[1:] == (2, 16, 16)
-            assert answers[0].shape == q.shape
-            return answers[0] * factor
-
-    module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(KernelBench, "attention", remembered)
-    factor = 1.0
-    cases = verb("yardstick", "--only", "32 rows, 1 of 64|512 of")["cases"]
-    assert all(case["yardstick"] > 0 and case["difference"] == 0 for case in cases.values())
-    factor = 2.0
-    found = verb("yardstick", "--only", "64 rows, 1 of 64", status=FAILED)["cases"][
-        "64 rows, 1 of 64 tokens"
-    ]
-    assert "FlashInfer's attention differs from Manylora's by 100.00%" in found["error"]
-
-
 def test_the_best_constants_are_found_one_after_the_other(
     verb: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from manylora.benchmarks.metrics import RequestRecord, distribution, percentile, summarise
+from manylora.benchmarks.metrics import Reply, distribution, percentile, summarise
 from manylora.benchmarks.report import ratios, without_nan
 
 
-def record(due: float, tokens: list[float], error: str | None = None) -> RequestRecord:
-    return RequestRecord(
+def record(due: float, tokens: list[float], error: str | None = None) -> Reply:
+    return Reply(
         model="base",
         due_s=due,
         token_times_s=tokens,

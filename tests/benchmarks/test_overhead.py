@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
+from manylora.benchmarks.http.generator import Target
 from manylora.benchmarks.http.overhead import make_result, over_http, server_settings
-from manylora.benchmarks.http.own_server import Served
 from manylora.benchmarks.main import main
 from manylora.errors import ManyloraError
 from shop_window import ShopWindow
@@ -17,7 +17,7 @@ OPTIONS = argparse.Namespace(requests=2, output_tokens=3, repeats=2)
 
 def test_each_round_over_http_has_prompts_of_its_own(server: ShopWindow) -> None:
     gaps = [
-        over_http(Served(server.url, "key", ["a"]), OPTIONS, round_)["gap over HTTP"]
+        over_http([Target(server.url, "key", "a")], OPTIONS, round_)["gap over HTTP"]
         for round_ in range(3)
     ]
     prompts = {str(body["prompt"]) for body in server.bodies}
@@ -42,7 +42,7 @@ def test_shares_are_taken_within_rounds() -> None:
 
 def test_a_failed_request_ends_it() -> None:
     with pytest.raises(ManyloraError, match="over HTTP failed"):
-        over_http(Served("http://127.0.0.1:1/v1", "", ["a"]), OPTIONS, 0)
+        over_http([Target("http://127.0.0.1:1/v1", "", "a")], OPTIONS, 0)
 
 
 @pytest.mark.parametrize("option", [["--output-tokens", "1"], ["--output-tokens", "257"]])

@@ -25,8 +25,8 @@ from api_adapters import sound
 from api_server import ADMIN_KEY, Api
 from manylora import client as client_module
 from manylora.config import environment
+from manylora.registry.idempotency import KeptAnswer
 from manylora.registry.records import FileFacts, UploadDraft
-from manylora.registry.uploads import Answer
 from recording_server import Recorder
 
 pytestmark = pytest.mark.anyio
@@ -198,7 +198,11 @@ async def test_a_push_finds_its_upload_behind_a_hundred_ended_ones(api: Api, fol
     draft = UploadDraft(name="old", description=None, activate=True, files=files)
     for _ in range(100):
         made = await uploads.create(
-            tenant_id, draft, None, None, lambda upload: Answer(status=201, body={"id": upload.id})
+            tenant_id,
+            draft,
+            None,
+            None,
+            lambda upload: KeptAnswer(status=201, body={"id": upload.id}),
         )
         await uploads.reject(tenant_id, made.body["id"], {"findings": []})
 

@@ -14,7 +14,8 @@ from api_adapters import sound, upload
 from api_server import ADMIN_KEY, BASE, SERVER, Api
 from fake_cluster import gateway_before
 from manylora.cli import make_app
-from manylora.engine.status import ResidentAdapter, TenantLoad
+from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.status import ResidentAdapter
 
 pytestmark = pytest.mark.anyio
 UNKNOWN = "sha256:" + "ab" * 32
@@ -51,14 +52,20 @@ async def test_residents_stand_in_a_table_over_a_summary(api: Api) -> None:
         "acme/shout@1         loading      7       0        0      3     0",
         "sha256:abababababab  host         1       0        0      0     0",
         "",
-        f"{BASE} on cpu: 0 running (2 paused), 5 waiting, 1 of 256 adapter slots in use",
+        "TENANT    WEIGHT  DUE  SERVED  IN STEP  PAUSED  WAITING  WAIT  WHY                   REFUSED",
+        "ten_gone       1  50%       -        1       2        1     -  1 loading             none",
+        "(admin)        1  50%       -        0       0        4     -  3 loading, 1 in line  none",
+        "",
+        f"{BASE} on cpu, float32: 0 running (0 base, 2 paused), 5 waiting, 1 of 256 adapter slots in use",
         "waiting     4 loading, 1 in line",
+        "steps       10.0 ms, p95 10.0 ms; 0 since start",
+        "tokens/s    0 generated, 0 of prompts",
         "pages       4,096: 10 free, 0 kv, 0 prefix, 0 adapter, 0 quarantine",
         "host pages  1: 1 free, 0 adapter, 0 kv",
         "prefix      25 of 100 prompt tokens found (25.0%)",
         "evictions   2 adapter, 7 prefix",
         "preemptions 4 recompute, 1 swap",
-        "loads       3 stored>device:ok",
+        "loads       3 stored>device:ok; stored>device p95 250.0 ms",
     ]
 
 
@@ -127,7 +134,7 @@ async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> N
         "away": "lost",
         SERVER: "ready",
     }
-    assert f"\n{BASE} on cpu: 0 running" in one.output
+    assert f"\n{BASE} on cpu, float32: 0 running" in one.output
     assert (none.exit_code, "does not reach away" in none.output) == (1, True)
     assert (refused.exit_code, "Only the admin key" in refused.output) == (1, True)
     assert (dead.exit_code, f"{SERVER}" in dead.output, "pirate" in dead.output) == (0, True, False)

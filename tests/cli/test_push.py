@@ -18,7 +18,7 @@ from api_server import Api
 from manylora import client
 from manylora.cli import make_app
 from manylora.errors import ClientError
-from manylora.server.adapters import staged_files
+from manylora.server.uploads import staged_files
 
 pytestmark = pytest.mark.anyio
 
@@ -164,7 +164,7 @@ async def test_an_ephemeral_push_stays_in_memory(api: Api, folder: Path) -> None
         pushed = await run("adapter", "push", str(folder), *options)
         assert pushed.exit_code == 0, pushed.output
         assert pushed.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter"'
-        assert (api.files(), len(api.services.memory.digests())) == ([], 1)
+        assert (api.files(), len(api.services.versions.weights.blobs.digests())) == ([], 1)
         senseless = await run(
             "adapter", "push", str(folder), "--url", url, "--key", key, "--keep", "1"
         )

@@ -17,20 +17,11 @@ from typing import Any
 
 import pytest
 
+from demo_ledger import FIGURES, usage_differences
 from long_model import LONG_ANSWER, long_model
 from manylora.cli.demo import traffic as demo_traffic
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, TENANTS, play
-from manylora.cli.demo.traffic import (
-    FIGURES,
-    KEY_NAME,
-    LEFT,
-    MAX_AT_ONCE,
-    Planned,
-    Traffic,
-    plan,
-    replay,
-    usage_differences,
-)
+from manylora.cli.demo.traffic import KEY_NAME, LEFT, MAX_AT_ONCE, Planned, Traffic, plan, replay
 from manylora.registry.registry import Registry
 from manylora_server import ADMIN_KEY, ManyloraServer, manylora_server
 from usage_sums import wrong_sums

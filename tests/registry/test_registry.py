@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manylora.errors import CapacityError, ConfigError, ManyloraError, NotFoundError
+from manylora.registry.access.keys import Keys
+from manylora.registry.access.sessions import Sessions
+from manylora.registry.access.tenants import Tenants
 from manylora.registry.adapters import Adapters
 from manylora.registry.cache import MAX_OUTAGE_S
 from manylora.registry.db.clock import from_micros, iso, to_micros
 from manylora.registry.db.models import TenantRow
 from manylora.registry.grants import Grants
-from manylora.registry.keys import Keys
 from manylora.registry.registry import Registry
-from manylora.registry.sessions import Sessions
-from manylora.registry.tenants import Tenants
 from registry_samples import StandingClock, facts, publish_version, usage_event
 
 pytestmark = pytest.mark.anyio

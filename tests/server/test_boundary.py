@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually, new_client
 from manylora.engine.request import GenerationRequest, RequestError, RequestOutput
-from manylora.server.listen import metrics_app
+from manylora.server.http.listen import metrics_app
 from manylora.server.status.routes import metrics_response
 
 pytestmark = pytest.mark.anyio

@@ -41,10 +41,10 @@ def test_a_start_names_the_base_model_and_a_killed_engine_comes_back(tmp_path: P
 
 def test_tokenizer_settings_include_the_template_of_its_own_file(tmp_path: Path) -> None:
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
-    assert load_tokenizer(str(tmp_path))[1] == {}
+    assert load_tokenizer(str(tmp_path)).settings == {}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    assert load_tokenizer(str(tmp_path))[1] == {
+    assert load_tokenizer(str(tmp_path)).settings == {
         "eos_token": "</s>",
         "chat_template": "{{ messages }}",
     }
@@ -73,9 +73,9 @@ def test_the_tokenizer_of_a_hub_model_is_found_where_the_engine_left_other_files
     snapshot: Path,
 ) -> None:
     shutil.copytree(DEMO_MODEL, snapshot, dirs_exist_ok=True)
-    tokenizer, settings = load_tokenizer("org/model")
+    tokenizer = load_tokenizer("org/model")
     assert tokenizer.encode("open")
-    assert settings == json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
+    assert tokenizer.settings == json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
 
 
 @pytest.mark.parametrize("is_listed", [True, False], ids=["listed", "older hub client"])

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,20 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from fake_engine import FakeEngine, demo_tokenizer
-from manylora.adapters.blobs.memory import MemoryBlobs
 from manylora.adapters.blobs.store import open_blobs
-from manylora.config import AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
+from manylora.config import GIB, AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
 from manylora.registry.db.clock import utc_now
 from manylora.registry.registry import Registry
-from manylora.server.adapters.staged_files import open_staged
 from manylora.server.app import create_app
-from manylora.server.drain import Drain
 from manylora.server.http.body import Pace
-from manylora.server.limits.database_turns import database_turns
-from manylora.server.limits.gate import Gate
-from manylora.server.listen import ApiServer, bind, url_of
-from manylora.server.serve import metrics_of
-from manylora.server.services import Services, base_names
+from manylora.server.http.json_body import BodyReader
+from manylora.server.http.listen import ApiServer, bind, url_of
+from manylora.server.process.database_turns import database_turns
+from manylora.server.process.drain import Drain
+from manylora.server.serve import gate_of, metrics_of, versions_of
+from manylora.server.services import CallerLimits, Clock, Services, base_names
+from manylora.server.uploads.staged_files import open_staged
+from manylora.server.uploads.uploads import Uploads
 from quick_renderer import QuickRenderer
 from quick_validator import QuickValidator
 from ready_registry import put_registry
@@ -217,7 +217,7 @@ async def api(
     config = Config(
         model=ModelConfig(path=ready.model_path, served_name=BASE),
         server=server,
-        adapter=adapter or AdapterConfig(),
+        adapter=replace(adapter or AdapterConfig(), push_gib=push_bytes / GIB),
         registry=RegistryConfig(blob_url=blob_url),
     )
     opened: Api | None = None
@@ -234,6 +234,10 @@ async def api(
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
     metrics = metrics_of(config, ready)
+    uploads = Uploads(
+        validator=QuickValidator(ready, blobs, base_names(config)),
+        staged=open_staged(config, blobs),
+    )
     services = Services(
         config=config,
         registry=registry,
@@ -241,24 +245,16 @@ async def api(
         ready=ready,
         tokenizer=demo_tokenizer(),
         chats=QuickRenderer(demo_tokenizer()),
-        tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
-        validator=QuickValidator(ready, blobs, base_names(config)),
+        versions=versions_of(config, name, registry, blobs, engine, uploads.validator, metrics),
+        uploads=uploads,
+        limits=CallerLimits(gate=gate_of(config, engine, metrics)),
+        bodies=BodyReader(most_bytes=server.max_body_bytes, pace=pace or Pace()),
         metrics=metrics,
-        gate=Gate(
-            config.scheduler.max_wait_s,
-            config.scheduler.max_waiting,
-            lambda: engine.load,
-            time.monotonic,
-            metrics.refused,
-        ),
         drain=Drain(),
-        staged=open_staged(config, blobs),
         server_name=name,
-        memory=MemoryBlobs(push_bytes),
         default_tenant=default,
-        pace=pace or Pace(),
-        now=now,
+        clock=Clock(now=now),
     )
     try:
         opened = Api(app=create_app(services), services=services, engine=engine, root=root)

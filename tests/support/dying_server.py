@@ -23,12 +23,13 @@ from manylora.adapters.blobs import local as blobs
 from manylora.cli import main
 from manylora.config import environment
 from manylora.engine.status import EngineReady
-from manylora.registry import adapters, uploads
+from manylora.registry import adapters, publication, uploads
 from manylora.server import serve
+from manylora.server.adapters import idempotency
 from manylora.server.adapters import resumable_upload as piecewise
-from manylora.server.adapters import staged_files, upload_guards
-from manylora.server.adapters.validation import AdapterValidator
-from manylora.server.status.metrics import Metrics
+from manylora.server.telemetry.metrics import Metrics
+from manylora.server.uploads import staged_files
+from manylora.server.uploads.validation import AdapterValidator
 from quick_validator import QuickValidator
 
 WHERE = Path(environment()["DIE_WHERE"])
@@ -90,9 +91,9 @@ def install() -> None:
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
     _watch(adapters.Adapters, "publishing", "transaction")
     # In the transaction, whose rows are written and not committed; and after it.
-    _watch(uploads.Publication, "check_limits", "limits")
+    _watch(publication.Publication, "check_limits", "limits")
     _watch(Metrics, "learn_adapter", "naming")
-    _watch(upload_guards, "answered", "answer")
+    _watch(idempotency, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
     _watch(staged_files, "write_all", "staged bytes", lambda _, chunk: len(chunk) > 0)
     _watch(os, "fsync", "staged sync", lambda fd: "/uploads/" in os.readlink(f"/proc/self/fd/{fd}"))

@@ -15,7 +15,7 @@ import psutil
 from manylora_server import DEMO_MODEL, ManyloraServer, engines
 
 POLL_S = 0.002
-WORKER = b"manylora.server.adapters.validation_worker"
+WORKER = b"manylora.server.uploads.validation_worker"
 
 
 @dataclass

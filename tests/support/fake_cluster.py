@@ -24,7 +24,7 @@ from manylora.server.cluster.app import open_gateway
 from manylora.server.cluster.duties import Duties
 from manylora.server.cluster.membership import Membership
 from manylora.server.cluster.replica import join
-from manylora.server.drain import Drain
+from manylora.server.process.drain import Drain
 from registry_samples import server_sample
 
 PEPPER = "pepper-of-the-tests-0123456789"

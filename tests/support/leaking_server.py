@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.cli import main
 from manylora.config import environment
-from manylora.server.generation.response import GenerationResponse
+from manylora.server.generation.routes import GenerationResponse
 
 LEAKED_BYTES = 4096
 WHILE = environment()["LEAK_WHILE"]

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manylora.engine.fairness.prices import Prices
-from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import Admission, Gate
-from manylora.server.limits.prediction import Ask
+from manylora.server.limits.prediction import AdmissionRequest
 
 CAPACITY = 4000.0
 """Units per second that the engine computes."""
@@ -187,7 +188,7 @@ class Overload:
         client.tries += 1
         try:
             client.admission = self.gate.admit(
-                Ask(
+                AdmissionRequest(
                     tenant=client.tenant,
                     name=client.tenant,
                     weight=self.engine.weights[client.tenant],

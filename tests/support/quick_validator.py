@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from manylora.server.adapters import validation_worker
-from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.uploads import validation_worker
+from manylora.server.uploads.validation import AdapterValidator
 
 
 class QuickValidator(AdapterValidator):

@@ -16,15 +16,16 @@ from typing import Any, cast
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.errors import CapacityError, RateLimitError
+from manylora.registry.access.limit_leases import LeaseRequest, LimitLeases
 from manylora.registry.db.clock import from_micros, to_micros
 from manylora.registry.db.database import Database
-from manylora.registry.limit_leases import LeaseAsk, LimitLeases
 from manylora.registry.limits import Limits
 from manylora.registry.records import UsageEvent
 from manylora.registry.usage.ledger import UsageLedger
 from manylora.registry.usage.write import insert_events
-from manylora.server.limits.leases import LeasedAccounts
-from manylora.server.limits.reservation import LimitReservation, Share
+from manylora.server.limits.accounts import LimitedAccount
+from manylora.server.limits.reservation import LimitReservation
+from manylora.server.limits.shared_accounts import SharedAccounts
 
 SKEW = (0.7, 0.2, 0.08, 0.02)
 STEP_S = 0.01
@@ -60,19 +61,19 @@ class CountedLeases(LimitLeases):
     is_away = False
     num_exchanges = 0
 
-    async def exchange(self, asks: Sequence[LeaseAsk], grace_us: int = 0) -> list[Any]:
+    async def exchange(self, requests: Sequence[LeaseRequest], grace_us: int = 0) -> list[Any]:
         if self.is_away:
             self.is_in_doubt = False
             raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
         self.num_exchanges += 1
-        return await super().exchange(asks, grace_us)
+        return await super().exchange(requests, grace_us)
 
 
 @dataclass(eq=False)
 class Server:
     """One process."""
 
-    accounts: LeasedAccounts
+    accounts: SharedAccounts
     leases: CountedLeases
     ledger: FakeLedger
     is_dead: bool = False
@@ -121,11 +122,11 @@ class World:
         ledger = FakeLedger(self)
         leases = CountedLeases(self.database, f"srv_{index}", self._clock)
         # No two processes have the same monotonic clock.
-        accounts = LeasedAccounts(leases, cast(UsageLedger, ledger), lambda: self.now_s)
+        accounts = SharedAccounts(leases, cast(UsageLedger, ledger), lambda: self.now_s)
         return Server(accounts, leases, ledger)
 
-    def shares(self, server: Server, limits: Limits) -> list[Share]:
-        return [Share("tenant", HOLDER, server.accounts.of(HOLDER, self.now_s), limits)]
+    def shares(self, server: Server, limits: Limits) -> list[LimitedAccount]:
+        return [LimitedAccount("tenant", HOLDER, server.accounts.of(HOLDER, self.now_s), limits)]
 
     async def request(
         self, server: Server, limits: Limits, tokens: int = 0, used: int = 0, run_s: float = 1.0

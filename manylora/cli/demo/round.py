@@ -41,12 +41,12 @@ class Answer:
     """Rank and targets of the adapter; empty for the base."""
     text: str
     is_expected: bool
-    """Whether it equals the recorded reference answer."""
+    """True if it equals the recorded reference answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What `manylora demo` shows."""
+    """The answers that `manylora demo` shows."""
 
     question: str
     keys: dict[str, str]
@@ -143,7 +143,7 @@ def _ask_together(
 
 
 def holds_everybody(step: Mapping[str, Any]) -> bool:
-    """Whether the step computed the base and all adapters."""
+    """Say if the step computed the base and all adapters."""
     return bool(step["adapters"] == len(ADAPTERS) and step["base_requests"])
 
 

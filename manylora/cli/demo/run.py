@@ -19,14 +19,7 @@ from rich.text import Text
 from manylora import demo
 from manylora.cli.demo import FOLDER
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
-from manylora.cli.demo.traffic import (
-    DURATION_S,
-    KEY_NAME,
-    MAX_AT_ONCE,
-    plan,
-    replay,
-    usage_differences,
-)
+from manylora.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, plan, replay
 from manylora.client import Client
 from manylora.errors import ManyloraError
 from manylora.server.server_process import server_process
@@ -153,7 +146,7 @@ def show_how_to_go_on(
 
 
 def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> None:
-    """Replay the traffic, and show how it ended and whether its usage agrees with what its clients were told.
+    """Replay the traffic, and show how its requests ended.
 
     If it cannot go on, this is said, and the server is left to its user.
     """
@@ -166,7 +159,6 @@ def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> 
     )
     try:
         traffic = asyncio.run(replay(url, admin_key))
-        differences = usage_differences(url, admin_key, traffic)
     except ManyloraError as error:
         console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
         return
@@ -175,13 +167,6 @@ def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> 
         for end, number in Counter(told.end for told in traffic.told).most_common()
     )
     console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
-    for difference in differences:
-        console.print(f"Its usage does not agree: {difference}.", style="red", soft_wrap=True)
-    if not differences:
-        console.print(
-            "Its usage agrees to the token: API, CSV, events, and what its answers said.",
-            soft_wrap=True,
-        )
 
 
 def curl_line(url: str, key: str, model: str) -> str:
@@ -195,7 +180,7 @@ def curl_line(url: str, key: str, model: str) -> str:
 
 
 def openai_snippet(url: str, key: str, model: str) -> str:
-    """The same with the openai package."""
+    """A request with the openai package."""
     return f"""\
 from openai import OpenAI
 

@@ -1,19 +1,14 @@
-"""A minute of marked traffic through the demo's server, which fills the charts of the dashboard; and its check.
+"""A minute of marked traffic through the demo's server, which fills the charts of the dashboard.
 
 Real requests, drawn from a seed: each time the same, at the same moments. They are sent with keys of their own, by
-which their usage is told apart and can be removed. Afterwards the ledger must say of them, to the token, what their
-clients were told. Knows nothing of how the server was started.
+which their usage is told apart and can be removed. Knows nothing of how the server was started.
 """
 
 from __future__ import annotations
 
-import asyncio
-import csv
-import io
 import json
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,6 +17,7 @@ from typing import Any
 import httpx
 
 from manylora import demo
+from manylora.benchmarks.http.runner import play
 from manylora.cli.demo.round import BASE_NAME, TENANTS
 from manylora.client import Client
 from manylora.errors import ManyloraError
@@ -33,11 +29,7 @@ MAX_AT_ONCE = 6
 LEFT = "left early"
 """`end` of a request whose client closed the connection early."""
 
-FIGURES = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-WAIT_S = 10.0
-"""Longest wait for the usage events of clients that left: the server may notice a closed connection late."""
-POLL_S = 0.2
-
+TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _SEED = 0
 _RHYTHM = (2, 3, 5, 3, 0, 0, 1, 4, 8, 6, 2, 1)
 """Requests in each second, repeated. Most of them come at the beginning of their second."""
@@ -65,18 +57,18 @@ class Planned:
     path: str
     body: Mapping[str, Any]
     leaves_after: int | None = None
-    """The client closes the connection after so many completion tokens; None reads to the end."""
+    """The client closes the connection after this number of completion tokens; None reads to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the server told the client of one request."""
+    """The server's answer to the client of one request."""
 
     request_id: str
     end: str
     """A finish reason, `LEFT`, or the code of an error."""
     is_whole: bool
-    """Whether the client read the answer to its end."""
+    """True if the client read the answer to its end."""
     tokens: Mapping[str, int]
     """Prompt, cached and completion tokens, as the last usage block that the client read has them."""
 
@@ -118,30 +110,23 @@ async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Tr
     with Client(url, admin_key) as client:
         keys = {tenant: _key(client, tenant) for tenant in TENANTS}
     traffic = Traffic(since=datetime.now(UTC), key_ids=tuple(key["id"] for key in keys.values()))
-    places, loop = asyncio.Semaphore(MAX_AT_ONCE), asyncio.get_running_loop()
-    started = loop.time()
+    planned = plan(duration_s)
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
 
-    async def send(http: httpx.AsyncClient, number: int, planned: Planned) -> None:
-        async with places:
-            traffic.told.append(
-                await _send(http, keys[planned.tenant]["key"], f"demo-{number:04}", planned)
+        async def send(numbered: tuple[int, Planned], _due_s: float) -> None:
+            number, each = numbered
+            key = keys[each.tenant]["key"]
+            traffic.told.append(await _send(http, key, f"demo-{number:04}", each))
+
+        try:
+            await play(
+                enumerate(planned, 1),
+                send,
+                at_once=MAX_AT_ONCE,
+                arrivals_s=[each.at_s for each in planned],
             )
-
-    lost: ExceptionGroup[httpx.TransportError] | None = None
-    try:
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
-            asyncio.TaskGroup() as clients,
-        ):
-            for number, planned in enumerate(plan(duration_s), 1):
-                await asyncio.sleep(max(started + planned.at_s - loop.time(), 0))
-                clients.create_task(send(http, number, planned))
-    except* httpx.TransportError as errors:
-        lost = errors
-    if lost is not None:
-        raise ManyloraError(
-            f"The server does not answer any more ({lost.exceptions[0]})."
-        ) from lost
+        except httpx.TransportError as error:
+            raise ManyloraError(f"The server does not answer any more ({error}).") from error
     return traffic
 
 
@@ -228,83 +213,5 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
                 end = LEFT
                 break
     usage = {**usage, **usage.get("prompt_tokens_details", {})}
-    tokens = {figure: usage.get(figure, 0) for figure in FIGURES[1:]}
+    tokens = {figure: usage.get(figure, 0) for figure in TOKENS}
     return Told(request_id=request_id, end=end, is_whole=is_whole, tokens=tokens)
-
-
-def usage_differences(
-    url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S
-) -> list[str]:
-    """Compare the usage of the traffic's keys: totals, CSV, events, and what the clients were told.
-
-    Each answer that was read to its end must have one event, with exactly the tokens that it told; each whose client
-    left early one event, of at least the tokens that were read. Events of requests that were refused or failed, if
-    there are any, are in the totals.
-
-    Args:
-        url: The server that the traffic was sent to, without /v1.
-        admin_key: Its admin key.
-        traffic: What was sent.
-        wait_s: Longest wait for the event of each request.
-
-    Returns:
-        One sentence for each difference; none if all agree.
-
-    Raises:
-        ManyloraError: The server refused a question, or does not answer.
-    """
-    asked: dict[str, Any] = {"key": [*traffic.key_ids], "start": traffic.since.isoformat()}
-    billed = [told for told in traffic.told if told.is_whole or told.end == LEFT]
-    with Client(url, admin_key) as client:
-        events = _events(client, asked, {told.request_id for told in billed}, wait_s)
-        totals = _sum([client.usage(**asked)["totals"]])
-        table = csv.DictReader(
-            io.StringIO("".join(client.usage_csv(**asked, group_by="tenant,adapter,status")))
-        )
-        from_csv = _sum(list(table))
-    by_id = {event["request_id"]: event for event in events}
-    of_events = _sum([{**event, "requests": 1} for event in events])
-    differences = [
-        f"{name}: {found}, but the API's totals: {totals}"
-        for name, found in (("sum of the CSV", from_csv), ("sum of the events", of_events))
-        if found != totals
-    ]
-    if len(by_id) != len(events):
-        differences.append(f"{len(events)} events for {len(by_id)} requests")
-    return differences + [
-        each for told in billed for each in _differences(told, by_id.get(told.request_id))
-    ]
-
-
-def _events(
-    client: Client, asked: Mapping[str, Any], awaited: set[str], wait_s: float
-) -> list[dict[str, Any]]:
-    """The usage events, once those of the requests `awaited` are there or the time is over."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        events: list[dict[str, Any]] = client.usage(events=True, **asked)["data"]
-        if awaited <= {event["request_id"] for event in events} or time.monotonic() > deadline:
-            return events
-        time.sleep(POLL_S)
-
-
-def _sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {figure: sum(int(row[figure]) for row in rows) for figure in FIGURES}
-
-
-def _differences(told: Told, event: Mapping[str, Any] | None) -> list[str]:
-    if event is None:
-        return [f"{told.request_id} has no event"]
-    billed = {figure: event[figure] for figure in FIGURES[1:]}
-    agrees = (
-        billed == told.tokens
-        if told.is_whole
-        else all(billed[name] >= told.tokens[name] for name in billed)
-    )
-    if told.is_whole and event["status"] != told.end:
-        return [f"{told.request_id} is recorded as {event['status']}, but ended with {told.end}"]
-    return (
-        []
-        if agrees
-        else [f"{told.request_id} is billed {billed}, but its client was told {dict(told.tokens)}"]
-    )

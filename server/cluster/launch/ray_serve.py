@@ -22,7 +22,7 @@ from ray import serve
 
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
-from manylora.registry.keys import keyed_digest
+from manylora.registry.access.keys import keyed_digest
 from manylora.server.cluster.launch.children import Child
 from manylora.server.cluster.launch.scaling import BUSY, DOWN_AFTER_S, WAIT, desired_replicas
 from manylora.server.cluster.launch.up import METRICS_PORT, SECRETS, SLACK_S

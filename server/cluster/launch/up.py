@@ -25,9 +25,9 @@ from manylora.errors import ConfigError
 from manylora.registry.db.database import Database
 from manylora.server.auth.admin_key import VARIABLE, admin_key, given_pepper
 from manylora.server.cluster.launch.children import Child
-from manylora.server.listen import bind, url_of
+from manylora.server.http.listen import bind, url_of
+from manylora.server.process.threads import cancel_all
 from manylora.server.settings import environment_name
-from manylora.server.threads import cancel_all
 
 Announce = Callable[[str], object]
 Starts = Mapping[str, Callable[[], Child]]

@@ -82,8 +82,8 @@ def plan(
     **memory: float,
 ) -> MemoryPlan:
     model = ModelConfig(path="m", weights=weights, max_model_len=max_len, cuda_graphs=cuda_graphs)
-    pool = MemoryConfig(**memory)  # type: ignore[arg-type]
-    config = Config(model=model, memory=pool, adapter=adapter, scheduler=scheduler)
+    own = MemoryConfig(**memory)  # type: ignore[arg-type]
+    config = Config(model=model, memory=own, adapter=adapter, scheduler=scheduler)
     free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
     return plan_memory(config, SPEC, BASE, GEOMETRY, free, on_cpu=device.type == "cpu")
 

@@ -83,10 +83,8 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
             assert first + offset not in seen_by
             seen_by[first + offset] = (position + offset + 1, table)
     row, samples = 0, []
-    slots = [
-        -1 if plan.chunks[place].adapter is None else plan.chunks[place].adapter.slot  # type: ignore[union-attr]
-        for place in step.order
-    ]
+    leases = [plan.chunks[place].adapter for place in step.order]
+    slots = [-1 if lease is None else lease.slot for lease in leases]
     assert slots == sorted(slots)
     assert sorted(step.order) == list(range(len(plan.chunks)))
     for index, place in enumerate(step.order):

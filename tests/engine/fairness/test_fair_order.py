@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Literal
 
 import pytest
 
 from manylora.engine.fairness.fair_order import MAX_STOPPED_PER_ROW, FairOrder
 from manylora.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, InnerOrder, Mlfq
-from manylora.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
+from manylora.engine.fairness.place import FairPlace, RequestCost
+from manylora.engine.fairness.shares import MAX_IDLE_SHARES, FairShare, Flow
 from manylora.engine.request import FlowKey
-from manylora.engine.scheduling.request_state import RequestState
-from simulation.driven import Simulator, adapter, arrived, request
+from simulation.driven import Simulator, adapter, request
 
 pytestmark = pytest.mark.no_cover
 
@@ -35,33 +34,35 @@ class Crowd:
         lane: int = 0,
         weight: float = 1.0,
         priority: int = 0,
-    ) -> RequestState:
+    ) -> FairPlace:
         self._arrivals += 1
         flow = FlowKey(tenant=tenant, lane=lane, weight=weight, priority=priority)
-        asked = request(f"r{self._arrivals}", flow=flow, ref=adapter(ref) if ref else None)
-        state = arrived(asked, self._arrivals, priority=priority)
-        self.order.enter(state)
-        return state
+        place = FairPlace(
+            request_id=f"r{self._arrivals}",
+            key=flow,
+            arrival_index=self._arrivals,
+            arrived_s=0.0,
+            cost=RequestCost(adapter=ref, num_prompt=5),
+            priority=priority,
+        )
+        self.order.enter(place)
+        return place
 
-    def run(self, *tenants: str) -> list[RequestState]:
+    def run(self, *tenants: str) -> list[FairPlace]:
         """One request in the step for each name."""
-        states = [self.arrive(tenant) for tenant in tenants]
-        for state in states:
-            self.start(state)
-        return states
-
-    def start(self, state: RequestState) -> None:
-        self.order.start(state)
-        state.status = "running"
+        places = [self.arrive(tenant) for tenant in tenants]
+        for place in places:
+            self.order.start(place)
+        return places
 
     def counter(self, tenant: str) -> float:
         return self.order.root.children[0].children[tenant].counter
 
     def line(self, limit: int = 100) -> list[float]:
-        return [state.arrival_index for state in self.order.candidates(limit)]
+        return [place.arrival_index for place in self.order.candidates(limit)]
 
 
-def least(share: Share) -> Share | None:
+def least(share: FairShare) -> FairShare | None:
     """The child that is next, found by a look at each."""
     children = [
         child for child in share.children.values() if child.num_queued and not child.is_closed
@@ -84,17 +85,17 @@ def test_whatever_happens_the_child_that_is_first_is_the_least(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`first` looks only at children that have changed."""
-    first, num_asked = Share.first, Counter[bool]()
+    first, num_asked = FairShare.first, Counter[bool]()
 
-    def checked(share: Share) -> Share | None:
+    def checked(share: FairShare) -> FairShare | None:
         found = first(share)
         assert found is least(share)
         num_asked[len(share.children) > 1] += 1
         return found
 
-    monkeypatch.setattr(Share, "first", checked)
+    monkeypatch.setattr(FairShare, "first", checked)
     draw, crowd = random.Random(seed), Crowd()
-    running: list[RequestState] = []
+    running: list[FairPlace] = []
     for _ in range(60):
         for _ in range(draw.randrange(4)):
             tenant, ref, priority = (
@@ -105,18 +106,18 @@ def test_whatever_happens_the_child_that_is_first_is_the_least(
             weight = draw.choice([1.0, 3.0])
             crowd.arrive(tenant, ref, lane=draw.randrange(2), weight=weight, priority=priority)
         line = crowd.order.candidates(draw.randrange(1, 12))
-        looked: list[RequestState] = []
-        for state in line:
-            looked.append(state)
+        looked: list[FairPlace] = []
+        for place in line:
+            looked.append(place)
             if draw.random() < 0.3:
                 crowd.order.pass_over(draw.choice(looked))
             elif draw.random() < 0.3:
-                crowd.start(state)
-                running.append(state)
-        crowd.order.charge([(state, draw.uniform(0, 40)) for state in running])
-        for state in draw.sample(running, min(len(running), draw.randrange(3))):
-            running.remove(state)
-            (crowd.order.stop if draw.random() < 0.5 else crowd.order.leave)(state)
+                crowd.order.start(place)
+                running.append(place)
+        crowd.order.charge([(place, draw.uniform(0, 40)) for place in running])
+        for place in draw.sample(running, min(len(running), draw.randrange(3))):
+            running.remove(place)
+            (crowd.order.stop if draw.random() < 0.5 else crowd.order.leave)(place)
     assert num_asked[True] > 100
 
 
@@ -126,7 +127,7 @@ def test_within_an_adapter_requests_go_by_priority_then_the_preempted_then_arriv
     preempted = crowd.arrive()
     crowd.arrive(priority=-1)
     crowd.order.leave(preempted)
-    preempted.num_preemptions = 1
+    preempted.has_started = True
     crowd.order.enter(preempted)
     assert crowd.line() == [3, 2, 1]
     assert crowd.line(2) == [3, 2]
@@ -134,14 +135,14 @@ def test_within_an_adapter_requests_go_by_priority_then_the_preempted_then_arriv
 
 def test_first_come_first_served_knows_neither_tenants_nor_adapters() -> None:
     crowd = Crowd("fcfs")
-    states = [
+    places = [
         crowd.arrive(tenant, ref)
         for tenant, ref in (("a", None), ("a", "x"), ("b", None), ("a", None))
     ]
-    crowd.start(states[0])
-    crowd.order.charge([(states[0], 1000.0)])
+    crowd.order.start(places[0])
+    crowd.order.charge([(places[0], 1000.0)])
     assert crowd.line() == [2, 3, 4]
-    assert crowd.order.row_for(states[2]) is None
+    assert crowd.order.row_for(places[2]) is None
 
 
 def test_a_tenants_adapters_share_its_part() -> None:
@@ -156,8 +157,8 @@ def test_an_adapter_of_the_flooding_tenant_takes_a_row_from_its_other_adapter() 
     crowd = Crowd()
     flood = [crowd.arrive("a", "x") for _ in range(4)]
     quiet = crowd.run("b")
-    for state in flood:
-        crowd.start(state)
+    for place in flood:
+        crowd.order.start(place)
     other = crowd.arrive("a", "y")
     assert crowd.order.row_for(other) is flood[-1]
     assert crowd.order.row_for(crowd.arrive("a", "x")) is None
@@ -176,20 +177,11 @@ def test_rows_do_not_change_hands_for_less_than_a_quantum() -> None:
     assert crowd.order.row_for(other) is row
 
 
-@pytest.mark.parametrize("status", ["running", "waiting"])
-def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_pages_or_not(
-    status: Literal["running", "waiting"],
-) -> None:
+def test_the_more_were_stopped_the_longer_a_turn_is() -> None:
     crowd = Crowd(num_rows=4)
-
-    def stop(state: RequestState) -> None:
-        state.status = status
-        crowd.order.stop(state)
-
     first, *stopped = crowd.run("a", "a", "a")
-    for state in stopped:
-        stop(state)
-    assert crowd.order.paused == (set(stopped) if status == "running" else set())
+    for place in stopped:
+        crowd.order.stop(place)
     other = crowd.arrive("b")
     crowd.order.charge([(first, 2 * QUANTUM - 1)])
     assert crowd.order.row_for(other) is None, (
@@ -197,8 +189,8 @@ def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_page
     )
     crowd.order.charge([(first, 1.0)])
     assert crowd.order.row_for(other) is first
-    for state in crowd.run("c", "c"):
-        stop(state)
+    for place in crowd.run("c", "c"):
+        crowd.order.stop(place)
     crowd.order.charge([(first, 1e9)])
     assert crowd.order.row_for(other) is None, (
         "as many were stopped as there are rows: who has begun ends first"
@@ -208,9 +200,8 @@ def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_page
 def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> None:
     crowd = Crowd(num_rows=64)
     first, *_ = crowd.run(*"abcdefghi")
-    for state in crowd.run(*"jklm"):
-        state.status = "waiting"
-        crowd.order.stop(state)
+    for place in crowd.run(*"jklm"):
+        crowd.order.stop(place)
     other = crowd.arrive("z")
     crowd.run("n")
     crowd.order.charge([(first, 5 * QUANTUM - 1)])
@@ -224,7 +215,7 @@ def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> Non
 def test_a_request_that_must_make_progress_keeps_its_row() -> None:
     crowd = Crowd()
     flood = crowd.run("a", "a", "a")
-    flood[-1].progress_mark = 10
+    flood[-1].is_protected = True
     assert crowd.order.row_for(crowd.arrive("b")) is flood[1]
 
 
@@ -232,7 +223,7 @@ def test_a_tenants_own_priorities_come_before_the_shares_of_its_adapters_and_no_
     crowd = Crowd()
     (theirs,) = crowd.run("b")
     ours = crowd.arrive("a", "x", priority=5)
-    crowd.start(ours)
+    crowd.order.start(ours)
     urgent = crowd.arrive("a", "y", priority=-5)
     assert crowd.order.row_for(urgent) is ours
     crowd.order.leave(ours)
@@ -245,10 +236,19 @@ def test_a_tenants_own_priorities_come_before_the_shares_of_its_adapters_and_no_
 def test_a_request_of_low_priority_takes_no_row_from_its_tenants_urgent_ones() -> None:
     crowd = Crowd()
     urgent = [crowd.arrive("a", "x", priority=-1) for _ in range(4)]
-    for state in urgent:
-        crowd.start(state)
-    crowd.order.charge([(state, 1000.0) for state in urgent])
+    for place in urgent:
+        crowd.order.start(place)
+    crowd.order.charge([(place, 1000.0) for place in urgent])
     assert crowd.order.row_for(crowd.arrive("a", "y")) is None
+
+
+def test_a_priority_keeps_no_row_from_another_tenant() -> None:
+    crowd = Crowd()
+    flood = [crowd.arrive("a", priority=-1) for _ in range(4)]
+    for place in flood:
+        crowd.order.start(place)
+    crowd.order.charge([(place, 1000.0) for place in flood])
+    assert crowd.order.row_for(crowd.arrive("b")) is flood[-1]
 
 
 def test_where_nobody_is_active_the_last_leaver_counts() -> None:
@@ -265,8 +265,8 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
     crowd = Crowd()
     crowd.run("always")
     for index in range(2 * MAX_IDLE_SHARES):
-        state = crowd.arrive(f"t{index}")
-        crowd.order.leave(state)
+        place = crowd.arrive(f"t{index}")
+        crowd.order.leave(place)
     assert len(crowd.order.check()) == 1
     lane = crowd.order.root.children[0]
     assert len(lane.idle) <= MAX_IDLE_SHARES
@@ -276,9 +276,9 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
 def test_an_interactive_request_takes_a_row_of_a_batch() -> None:
     crowd = Crowd()
     rows = [crowd.arrive("b", lane=1) for _ in range(8)]
-    for state in rows:
-        crowd.start(state)
-    crowd.order.charge([(state, 100.0) for state in rows])
+    for place in rows:
+        crowd.order.start(place)
+    crowd.order.charge([(place, 100.0) for place in rows])
     assert crowd.order.row_for(crowd.arrive("a")) is rows[-1]
 
 
@@ -287,10 +287,10 @@ def test_passed_over_adapters_are_left_out_for_one_plan() -> None:
     for ref in ("x", "x", "y"):
         crowd.arrive("a", ref)
     seen = []
-    for state in crowd.order.candidates(10):
-        seen.append(state.arrival_index)
-        if state.arrival_index == 1:
-            crowd.order.pass_over(state)
+    for place in crowd.order.candidates(10):
+        seen.append(place.arrival_index)
+        if place.arrival_index == 1:
+            crowd.order.pass_over(place)
     assert seen == [1, 3]
     assert crowd.line() == [1, 3, 2]
 
@@ -390,11 +390,11 @@ def test_a_load_is_charged_once_however_many_wait_for_it() -> None:
 def test_a_request_that_is_looked_at_out_of_turn_settles_nothing() -> None:
     crowd = Crowd()
     flood = crowd.run(*"aaaa")
-    crowd.order.charge([(state, 500.0) for state in flood])
+    crowd.order.charge([(place, 500.0) for place in flood])
     newcomer, more = crowd.arrive("b"), crowd.arrive("a")
     assert crowd.order.row_for(more) is None
     assert [
-        state for state in crowd.order.candidates(1) if crowd.order.row_for(state) is flood[-1]
+        place for place in crowd.order.candidates(1) if crowd.order.row_for(place) is flood[-1]
     ] == [newcomer]
 
 
@@ -404,9 +404,9 @@ def test_a_request_that_loses_its_row_while_others_are_looked_at_shows_none_of_t
     crowd.arrive("a")
     crowd.arrive("a")
     seen = []
-    for state in crowd.order.candidates(10):
-        seen.append(state.arrival_index)
-        if state.arrival_index == 2:
+    for place in crowd.order.candidates(10):
+        seen.append(place.arrival_index)
+        if place.arrival_index == 2:
             crowd.order.stop(row)
     assert seen == [2, 3]
 
@@ -416,16 +416,16 @@ def test_a_heavier_tenant_takes_a_row_though_a_lighter_one_before_it_may_not() -
     (row,) = crowd.run("runs")
     light, heavy = crowd.arrive("light"), crowd.arrive("heavy", weight=4.0)
     crowd.order.charge([(row, 16.0), (light, 10.0), (heavy, 4 * 19.5)])
-    taken = {state.tenant: crowd.order.row_for(state) for state in crowd.order.candidates(10)}
+    taken = {place.key.tenant: crowd.order.row_for(place) for place in crowd.order.candidates(10)}
     assert list(taken.items()) == [("light", None), ("heavy", row)]
 
 
 def test_a_tenant_without_rows_takes_one_though_another_before_it_has_too_many() -> None:
     crowd = Crowd(num_rows=4)
     many, few, *paused = crowd.run("many", "few", "many", "many", "many", "many")
-    for state in paused:
+    for place in paused:
         crowd.order.stop(
-            state
+            place
         )  # as many are paused as there are rows: only who has more rows gives one up
     crowd.run("many", "many")
     new = crowd.arrive("new")
@@ -442,7 +442,7 @@ def test_who_gives_pages_up_is_counted_as_if_those_before_had_done_so() -> None:
     assert list(crowd.order.yielding(flood[0], [newcomer])) == []
 
 
-def low_and_running(crowd: Crowd, count: int) -> list[RequestState]:
+def low_and_running(crowd: Crowd, count: int) -> list[FairPlace]:
     """Requests in the step that have used up the quantum of their first level."""
     rows = crowd.run(*["t"] * count)
     crowd.order.charge([(row, 64.0) for row in rows])
@@ -459,10 +459,9 @@ def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have
         row = crowd.order.row_for(newcomer)
         assert row is not None
         crowd.order.stop(row)
-        crowd.start(newcomer)
+        crowd.order.start(newcomer)
         crowd.order.charge([(newcomer, 64.0)])
     assert crowd.order.row_for(crowd.arrive("t")) is None
-    assert len(crowd.order.paused) == 4 * MAX_STOPPED_PER_ROW
     crowd.order.tick(MAX_PAUSE_S)
     back = next(crowd.order.candidates(1))
     assert back in rows
@@ -471,16 +470,11 @@ def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have
     )
 
 
-def test_a_request_that_lost_its_pages_while_it_was_paused_comes_to_the_front_all_the_same() -> (
-    None
-):
+def test_a_request_that_was_long_without_its_row_comes_to_the_front() -> None:
     crowd = Crowd(num_rows=8, inner=Mlfq())
     row, other = low_and_running(crowd, 2)
     crowd.order.tick(0.0)
     crowd.order.stop(row)
-    row.status = "waiting"
-    crowd.order.stop(row)
-    assert not crowd.order.paused
     newcomer = crowd.arrive("t")
     crowd.order.tick(MAX_PAUSE_S / 2)
     assert crowd.line() == [newcomer.arrival_index, row.arrival_index]

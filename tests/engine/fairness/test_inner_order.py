@@ -1,4 +1,4 @@
-"""In what order requests of one adapter of one tenant go, and that none of them waits without end."""
+"""Order of the requests of one adapter of one tenant: none of them waits without end."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from manylora.engine.fairness.inner_order import (
     InnerName,
     inner_order,
 )
-from manylora.engine.scheduling.request_state import RequestState
-from simulation import driven
+from manylora.engine.fairness.place import FairPlace, RequestCost
+from manylora.engine.request import FlowKey
 
 
-def arrived(second: float, *, tokens: int = 1, start_by_s: float = float("inf")) -> RequestState:
-    return driven.arrived(
-        driven.request("r"),
-        second,
+def arrived(second: float, *, tokens: int = 1, start_by_s: float = float("inf")) -> FairPlace:
+    return FairPlace(
+        request_id="r",
+        key=FlowKey(),
+        arrival_index=second,
         arrived_s=second,
-        predicted_tokens=tokens,
         start_by_s=start_by_s,
+        cost=RequestCost(adapter=None, num_prompt=5, predicted_tokens=tokens),
     )
 
 
-def is_first(name: InnerName, state: RequestState, other: RequestState) -> bool:
+def is_first(name: InnerName, place: FairPlace, other: FairPlace) -> bool:
     order = inner_order(name)
-    return order.key(state) < order.key(other)
+    return order.key(place) < order.key(other)
 
 
 def test_a_shorter_request_goes_first_if_it_does_not_come_much_later() -> None:

@@ -267,8 +267,8 @@ def test_a_hub_id_is_downloaded_without_code_and_duplicates(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("some-org/Some-Model_1.5") == model
     assert asked["repo_id"] == "some-org/Some-Model_1.5"
-    allowed = asked["allow_patterns"]
-    assert not any(str(each).endswith((".py", ".bin", "*")) for each in allowed)  # type: ignore[attr-defined]
+    patterns = map(str, asked["allow_patterns"])  # type: ignore[call-overload]
+    assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in patterns)
     assert "consolidated*" in asked["ignore_patterns"]  # type: ignore[operator]
 
 

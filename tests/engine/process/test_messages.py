@@ -9,16 +9,10 @@ import pytest
 
 from fake_engine import demo_ready
 from manylora.config import Config, ModelConfig, ServerConfig
+from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.engine.process import messages
 from manylora.engine.request import RequestError, RequestOutput, TokenLogprobs
-from manylora.engine.status import (
-    EngineLoad,
-    EngineStatus,
-    ResidentAdapter,
-    StepBatches,
-    StepStats,
-    TenantLoad,
-)
+from manylora.engine.status import EngineLoad, EngineStatus, ResidentAdapter, StepBatches, StepStats
 from manylora.errors import ConfigError
 from manylora.memory.page_map import PageMap, PageUse
 from simulation.driven import adapter, request

@@ -46,7 +46,7 @@ def beam_request(
 
 
 def expected(asked: GenerationRequest, stops: frozenset[int]) -> Sequences:
-    """What a search without pages finds, written down as the rule says it."""
+    """Result of a search without pages, written down as the rule says it."""
     beam, max_tokens = asked.beam, asked.params.max_tokens
     assert beam is not None
     digest = asked.adapter.digest if asked.adapter is not None else None
@@ -94,7 +94,7 @@ def check_search(
 
 
 def is_empty(simulator: Simulator) -> bool:
-    """Whether nothing is held any more, but what an empty engine caches."""
+    """True if nothing is held any more, except for what an empty engine caches."""
     counts = simulator.pool.counts()
     used = simulator.num_leases + simulator.num_holds + simulator.swap.num_used
     return not (counts["kv"] or counts["quarantine"] or used or simulator.core.has_work())

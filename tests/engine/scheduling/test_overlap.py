@@ -284,7 +284,7 @@ def test_a_pause_takes_in_what_is_in_flight_and_ends_it_where_it_ends_requests()
 
 
 def told(outputs: list[RequestOutput]) -> Any:
-    """What a client gets, as one, without times."""
+    """Outputs of a client as one, without times."""
     last = outputs[-1]
     cached = sum(output.cached_tokens for output in outputs)
     prompt = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]

@@ -6,6 +6,7 @@ import pytest
 
 from manylora.engine.request import FlowKey
 from manylora.engine.sampling_params import BeamParams
+from manylora.engine.scheduling.request_table import SPARE_ENTRIES
 from manylora.memory.eviction import PageCosts
 from simulation.driven import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 
@@ -58,6 +59,22 @@ def test_requests_whose_deadline_passes_end_in_a_paused_engine() -> None:
     simulator.core.pause(None)
     simulator.run()
     assert simulator.last("patient").finish_reason == "length"
+
+
+def test_a_deadline_is_kept_though_many_requests_with_one_have_ended() -> None:
+    simulator = Simulator()
+    simulator.core.pause("keep")
+    for number in range(SPARE_ENTRIES):
+        simulator.submit(request(f"left{number}", flow=FlowKey(deadline_s=100.0)))
+        simulator.core.abort(f"left{number}")
+    simulator.submit(
+        *(request(f"late{number}", flow=FlowKey(deadline_s=5.0)) for number in range(4))
+    )
+    simulator.pump(8)
+    for number in range(4):
+        error = simulator.last(f"late{number}").error
+        assert error is not None
+        assert error.code == "deadline.queue"
 
 
 def test_waiting_for_the_end_lets_only_what_has_started_go_on() -> None:

@@ -62,7 +62,7 @@ def test_what_is_cheaper_decides(copy_s: float, how: str) -> None:
     simulator, requests = pressed(has_prefixes=False, costs=costs)
     new = simulator.scheduler.table.requests["new"]
     while not simulator.num_preemptions:
-        num_tokens = max(new.num_computed, 1)
+        num_tokens = max(new.pages.num_computed, 1)
         costs.token_s = -(-num_tokens // 4) / num_tokens
         simulator.pump()
     assert simulator.scheduler.table.preemptions[how] == 1
@@ -129,7 +129,7 @@ def test_cached_blocks_that_others_share_are_not_swapped() -> None:
     simulator.pump()
     simulator.submit(requests[1])
     until_preempted(simulator)
-    num_blocks = -(-simulator.scheduler.table.requests["new"].num_computed // 4)
+    num_blocks = -(-simulator.scheduler.table.requests["new"].pages.num_computed // 4)
     assert len(simulator.runner.plans[-1].swap_out) == num_blocks - 4
     finish(simulator, requests)
     assert simulator.scheduler.table.preemptions == {"swap": 1, "recompute": 0}
@@ -291,3 +291,22 @@ def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves
     assert order[-4:] == [["a", "b", "c"], ["a", "b"], ["a"], []]
     assert simulator.num_preemptions == 0
     simulator.run()
+
+
+def test_a_paused_request_that_loses_its_pages_keeps_its_place_in_the_queue() -> None:
+    simulator = Simulator(num_pages=64, max_running=2, step_tokens=64)
+    requests = [
+        request(name, prompt=20, max_tokens=60, flow=FlowKey(tenant=name)) for name in "abcd"
+    ]
+    simulator.submit(*requests)
+    table = simulator.scheduler.table
+    while not table.paused:
+        simulator.pump()
+    (state, *_) = table.paused
+    before = (state.place.queue_key, state.place.stopped_s, table.order.num_queued)
+    simulator.scheduler._preemption.preempt(state, None)
+    assert (state.status, state.place.has_row) == ("waiting", False)
+    assert state not in table.paused
+    assert (state.place.queue_key, state.place.stopped_s, table.order.num_queued) == before
+    simulator.core.check()
+    finish(simulator, requests)

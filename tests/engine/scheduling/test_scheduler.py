@@ -200,7 +200,7 @@ def test_paused_requests_keep_at_most_half_of_the_pages() -> None:
     most = 0
     while simulator.core.has_work():
         simulator.pump()
-        paused = simulator.scheduler.table.order.paused
+        paused = simulator.scheduler.table.paused
         most = max(most, sum(state.pages.table.num_blocks for state in paused))
     assert 0 < most <= 32
     assert simulator.num_preemptions > 0
@@ -317,7 +317,7 @@ def test_history_is_in_the_plan_only_where_penalties_need_it() -> None:
 
 
 def test_the_chunk_of_a_token_becomes_that_of_the_next_only_while_its_page_has_room() -> None:
-    """And only once its step is committed; what prompts were computed with stays as it was, for who counts tokens."""
+    """A chunk changes only once its step is committed, and a chunk of a prompt never does: runners count its tokens."""
     simulator = Simulator()
     wanted = request("x", prompt=5, max_tokens=8, repetition_penalty=2.0)
     simulator.submit(wanted)

@@ -1,4 +1,4 @@
-"""What requests share: cached prefixes, and the prompt of the request that they are forks of."""
+"""Sharing between requests: cached prefixes, and the prompt of the request that they are forks of."""
 
 from __future__ import annotations
 

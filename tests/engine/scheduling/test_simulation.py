@@ -64,7 +64,7 @@ def test_a_planted_defect_is_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_everything_that_can_happen_does() -> None:
-    """What no scenario brings about is not tested by any."""
+    """An event that no scenario brings about is tested by none."""
     counts = sum((played(seed, False)[0] for seed in range(NUM_FAST_SEEDS)), Counter[str]())
     rare = {
         *("copies", "moves", "prefix_hits", "pauses", "evictions:adapter", "evictions:prefix"),

@@ -1,4 +1,4 @@
-"""How much a step may compute: the line fitted to past steps, the target, and the part of the batch lane."""
+"""Budget of a step: the line fitted to past steps, the target, and the part of the batch lane."""
 
 from __future__ import annotations
 

@@ -20,10 +20,8 @@ from manylora.adapters.blobs.s3 import S3Blobs
 from manylora.cli import make_app
 from manylora.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from manylora.errors import ConfigError
-from manylora.server.adapters.validation import AdapterValidator
-from manylora.server.garbage import Sweeper
-from manylora.server.serve import open_blob_store
-from manylora.server.threads import cancel_all
+from manylora.server.serve import open_blob_store, sweeper_of
+from manylora.server.uploads.validation import AdapterValidator
 from s3_server import SECRET_KEY, S3Server
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.anyio
 async def api(tmp_path: Path, bucket: str) -> AsyncIterator[Api]:
     async with open_api(tmp_path, blob_url=f"s3://{bucket}/manylora") as opened:
         yield opened
-        await cancel_all(opened.services.removals)
+        await opened.services.versions.garbage.close()
 
 
 async def test_a_refused_upload_leaves_nothing(
@@ -110,7 +108,7 @@ async def test_the_sweep_takes_what_a_crash_left_once_it_is_old(
     await upload(acme, "pirate")
     published = s3.keys(bucket)
     store(api.services.blobs)  # and the server dies before there is a version
-    sweeper = Sweeper(api.services)
+    sweeper = sweeper_of(api.services)
     for _ in range(2):
         await sweeper.sweep()
     assert len(s3.keys(bucket)) == 2

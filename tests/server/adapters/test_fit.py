@@ -13,9 +13,9 @@ from fake_engine import demo_ready
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.lora.layout import adapter_pages
 from manylora.engine.status import ResidentAdapter
-from manylora.server.adapters.fit import Room, find_fit, planned_item
+from manylora.server.adapters.fit import Capacity, find_fit, planned_item
 from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
-from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.uploads.validation import AdapterValidator
 
 pytestmark = pytest.mark.anyio
 FIT = "/v1/adapters:fit"
@@ -161,15 +161,16 @@ async def test_a_wrong_body_is_a_400_that_names_the_field(
 async def test_weights_that_cannot_be_read_are_503(api: Api, acme: Client) -> None:
     await upload(acme, "pirate")
     restarted = AdapterValidator(api.services.ready, api.services.blobs)
-    api.app.state.services = replace(api.services, validator=restarted)
+    uploads = replace(api.services.uploads, validator=restarted)
+    api.app.state.services = replace(api.services, uploads=uploads)
     for file in api.files():
         file.unlink()
     assert (await ask(api, status=503, adapters=["pirate"]))["code"] == "adapter_load_failed"
 
 
-def room(pages: int, slots: int = 8) -> Room:
+def room(pages: int, slots: int = 8) -> Capacity:
     ready = demo_ready(max_model_len=100, num_pages=pages)
-    return Room.of(replace(ready, memory=replace(ready.memory, slots=slots)))
+    return Capacity.of(replace(ready, memory=replace(ready.memory, slots=slots)))
 
 
 def item(pages: int, count: int = 1, digest: str | None = None) -> AdapterFitItem:

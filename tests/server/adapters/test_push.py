@@ -20,8 +20,8 @@ from bad_uploads import bad_uploads
 from fake_engine import demo_ready
 from manylora.config import AdapterConfig
 from manylora.server.adapters.push import CONFIG_HEADER
-from manylora.server.garbage import Sweeper
 from manylora.server.http.wire import MAX_HEAD_BYTES
+from manylora.server.serve import sweeper_of
 
 pytestmark = pytest.mark.anyio
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -92,7 +92,7 @@ async def test_the_same_bytes_again_are_the_same_version(app: Api) -> None:
     first = await push(client, sound().weights)
     again = await push(client, sound().weights)
     assert (first.status_code, again.status_code, again.json()["version"]) == (201, 200, 1)
-    assert app.services.memory.num_bytes == len(sound().weights)
+    assert app.services.versions.weights.blobs.num_bytes == len(sound().weights)
 
 
 async def test_only_the_newest_stay_and_those_that_an_alias_means(app: Api) -> None:
@@ -104,7 +104,7 @@ async def test_only_the_newest_stay_and_those_that_an_alias_means(app: Api) -> N
     for number in range(3, 6):
         await pushed(client, other_weights(number), keep=1)
     assert await versions(client) == [6, 2]
-    await eventually(lambda: len(app.services.memory.digests()) == 2)
+    await eventually(lambda: len(app.services.versions.weights.blobs.digests()) == 2)
     assert len(app.engine.taken) == 2
     assert (await ask(client, "policy@5")).json()["error"]["code"] == "model_not_found"
 
@@ -126,13 +126,13 @@ async def test_a_request_that_found_its_version_keeps_it_before_the_engine_knows
     """Between the two a request may wait for its turn or its tokens."""
     client = await app.tenant("acme")
     body = await pushed(client, other_weights(0), keep=1)
-    (weights,) = app.services.memory.digests()
-    app.services.held[weights] += 1
+    (weights,) = app.services.versions.weights.blobs.digests()
+    app.services.versions.weights._held[weights] += 1
     await pushed(client, other_weights(1), keep=1)
     await asyncio.sleep(0.1)
-    assert weights in app.services.memory
-    app.services.held[weights] -= 1
-    await eventually(lambda: weights not in app.services.memory)
+    assert weights in app.services.versions.weights.blobs
+    app.services.versions.weights._held[weights] -= 1
+    await eventually(lambda: weights not in app.services.versions.weights.blobs)
     assert body["digest"] in app.engine.dropped
 
 
@@ -143,8 +143,12 @@ async def test_time_ends_a_version_and_then_its_memory_is_free(app: Api) -> None
     assert (await ask(client)).status_code == 200
     app.ahead = timedelta(seconds=61)
     assert (await ask(client)).json()["error"]["code"] == "model_not_found"
-    await Sweeper(app.services).sweep()
-    assert (await versions(client), app.services.memory.digests(), app.engine.taken) == ([], [], {})
+    await sweeper_of(app.services).sweep()
+    assert (
+        await versions(client),
+        app.services.versions.weights.blobs.digests(),
+        app.engine.taken,
+    ) == ([], [], {})
 
 
 async def test_an_alias_does_not_fall_back_to_other_weights(app: Api) -> None:
@@ -152,7 +156,7 @@ async def test_an_alias_does_not_fall_back_to_other_weights(app: Api) -> None:
     await pushed(client, other_weights(0), ephemeral=False)
     await pushed(client, other_weights(1), ttl_s=1)
     app.ahead = timedelta(seconds=2)
-    await Sweeper(app.services).sweep()
+    await sweeper_of(app.services).sweep()
     refused = await ask(client)
     assert refused.status_code == 404
     assert "policy@1" in refused.json()["error"]["message"]
@@ -168,7 +172,7 @@ async def test_a_restart_withdraws_what_was_in_memory_and_nothing_else(tmp_path:
     async with api(tmp_path, push_bytes=1 << 20) as after:
         client = after.client(key)
         assert (await ask(client)).json()["error"]["code"] == "adapter_not_here"
-        await Sweeper(after.services).sweep(is_start=True)
+        await sweeper_of(after.services).sweep(is_start=True)
         assert await versions(client) == [1]
         assert (await ask(client, "policy@1")).status_code == 200
         assert (await client.get("/v1/adapters/lost")).status_code == 404
@@ -192,12 +196,12 @@ async def test_a_usual_upload_of_the_same_bytes_makes_it_lasting(app: Api) -> No
     await pushed(client, sound().weights, ttl_s=60)
     body = await pushed(client, sound().weights, ephemeral=False)
     assert (body["version"], body["ephemeral"], body["expires_at"]) == (1, False, None)
-    await Sweeper(app.services).sweep()
-    assert app.services.memory.digests() == []
+    await sweeper_of(app.services).sweep()
+    assert app.services.versions.weights.blobs.digests() == []
     assert len(app.files()) == 1
     # And ephemeral bytes that are in the store already are not taken a second time.
     assert not (await pushed(client, sound().weights))["ephemeral"]
-    assert app.services.memory.num_bytes == 0
+    assert app.services.versions.weights.blobs.num_bytes == 0
 
 
 async def test_memory_and_storage_are_limits(tmp_path: Path) -> None:
@@ -209,7 +213,10 @@ async def test_memory_and_storage_are_limits(tmp_path: Path) -> None:
         full = await push(client, other_weights(2))
         assert (full.status_code, full.json()["error"]["code"]) == (507, "storage.full")
         assert "adapter.push_gib" in full.json()["error"]["message"]
-        assert (await versions(client), app.services.memory.num_bytes) == ([2, 1], 2 * size)
+        assert (await versions(client), app.services.versions.weights.blobs.num_bytes) == (
+            [2, 1],
+            2 * size,
+        )
         await app.admin.patch("/v1/tenants/acme", json={"limits": {"stored_bytes": 2 * size}})
         refused = await push(client, other_weights(3))
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "quota.storage")
@@ -221,7 +228,7 @@ async def test_one_tenant_leaves_half_of_the_memory_to_others(tmp_path: Path) ->
         for number in range(3):  # by itself it may have all
             await pushed(acme, other_weights(number), keep=2)
         globex = await app.tenant("globex")
-        await eventually(lambda: len(app.services.memory.digests()) == 2)
+        await eventually(lambda: len(app.services.versions.weights.blobs.digests()) == 2)
         full = await push(acme, other_weights(3))
         assert (full.status_code, full.json()["error"]["code"]) == (507, "storage.full")
         assert "one tenant" in full.json()["error"]["message"]
@@ -239,7 +246,7 @@ async def test_a_push_that_needs_room_frees_what_has_expired(tmp_path: Path) -> 
         app.ahead = timedelta(seconds=61)
         await pushed(client, other_weights(2))
         assert await versions(client) == [3, 2]
-        assert len(app.services.memory.digests()) == 2
+        assert len(app.services.versions.weights.blobs.digests()) == 2
 
 
 async def test_tenants_do_not_see_each_other(app: Api) -> None:
@@ -251,7 +258,7 @@ async def test_tenants_do_not_see_each_other(app: Api) -> None:
     await pushed(globex, sound().weights)
     assert (await acme.post(UNLOAD, json={"lora_name": "policy"})).status_code == 200
     assert (await ask(globex)).status_code == 200
-    assert len(app.services.memory.digests()) == 1
+    assert len(app.services.versions.weights.blobs.digests()) == 1
     reader = await app.tenant("acme", "infer")
     assert (await push(reader, sound().weights)).status_code == 403
 
@@ -268,7 +275,7 @@ async def test_bad_uploads_are_refused_and_leave_nothing(tmp_path: Path) -> None
                 case.status,
                 case.code,
             ), case.name
-            assert (app.services.memory.num_bytes, app.engine.taken) == (0, {})
+            assert (app.services.versions.weights.blobs.num_bytes, app.engine.taken) == (0, {})
         assert (app.files(), await versions(client)) == ([], [])
 
 
@@ -305,12 +312,15 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(app: Api) -> No
         )
         writer.write(head.encode() + weights[: len(weights) // 2])
         await writer.drain()
-        await eventually(lambda: app.services.intake.streams)
+        await eventually(lambda: app.services.uploads.in_progress.streams)
         writer.close()
         await eventually(
-            lambda: not app.services.intake.streams and not app.services.memory.num_bytes
+            lambda: (
+                not app.services.uploads.in_progress.streams
+                and not app.services.versions.weights.blobs.num_bytes
+            )
         )
-    assert app.services.memory.digests() == []
+    assert app.services.versions.weights.blobs.digests() == []
 
 
 def saved(folder: Path, weights: bytes | None = None) -> Path:
@@ -353,7 +363,7 @@ async def test_loading_as_vllm_does(loading: tuple[httpx.AsyncClient, Api, Path]
     )
     assert (await ask(client)).status_code == 404
     assert (await client.post(UNLOAD, json={"lora_name": "policy"})).status_code == 404
-    assert app.services.memory.digests() == []
+    assert app.services.versions.weights.blobs.digests() == []
 
 
 async def test_unloading_leaves_what_was_uploaded(
@@ -408,7 +418,7 @@ async def test_no_path_leads_out_of_the_roots(loading: tuple[httpx.AsyncClient, 
             403,
             "adapter.path_forbidden",
         ), how
-    assert app.services.memory.num_bytes == 0
+    assert app.services.versions.weights.blobs.num_bytes == 0
 
 
 async def test_only_plain_files_of_a_bounded_size_are_loaded(
@@ -438,7 +448,7 @@ async def test_only_plain_files_of_a_bounded_size_are_loaded(
         raw = json.dumps({"lora_name": "policy", "lora_path": path})
         refused = await client.post(LOAD, content=raw)
         assert (refused.status_code, refused.json()["error"]["code"]) == expected, path
-    assert app.services.memory.num_bytes == 0
+    assert app.services.versions.weights.blobs.num_bytes == 0
 
 
 async def test_a_link_that_stays_below_a_root_is_followed(

@@ -18,11 +18,11 @@ from api_server import api as open_api
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.errors import CapacityError
 from manylora.registry.records import VersionFacts
-from manylora.server import garbage as removal
 from manylora.server.adapters.schemas import AdapterView, UploadList, UploadView
-from manylora.server.garbage import Sweeper
 from manylora.server.http.body import Pace
-from manylora.server.threads import cancel_all
+from manylora.server.process.threads import cancel_all
+from manylora.server.serve import sweeper_of
+from manylora.server.versions import garbage as removal
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
 from postgres_server import KINDS, database_of
 from raw_http import head_of
@@ -103,7 +103,7 @@ async def begin_to_send(
     )
     writer.write(head + GOOD.weights[:num_bytes])
     await writer.drain()
-    await eventually(api.services.intake.streams.total)
+    await eventually(api.services.uploads.in_progress.streams.total)
     return reader, writer
 
 
@@ -112,7 +112,7 @@ async def test_a_broken_connection_keeps_what_arrived(api: Api, acme: Client, ur
     half = len(GOOD.weights) // 2
     _, writer = await begin_to_send(api, url, await api.key("acme"), upload_id, half)
     writer.close()
-    await eventually(lambda: not api.services.intake.streams)
+    await eventually(lambda: not api.services.uploads.in_progress.streams)
     received = (await acme.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"]
     assert received == half
     await put(acme, upload_id, WEIGHTS, GOOD.weights[half:], half, len(GOOD.weights))
@@ -207,7 +207,7 @@ async def test_another_tenants_upload_looks_like_none(
     api: Api, acme: Client, rival: Client
 ) -> None:
     upload_id = await send_all(acme, GOOD)
-    with api.services.intake.writing(upload_id, CONFIG, WEIGHTS):
+    with api.services.uploads.in_progress.writing(upload_id, CONFIG, WEIGHTS):
         for method, path in (
             ("GET", "/v1/uploads/{}"),
             ("DELETE", "/v1/uploads/{}"),
@@ -231,7 +231,7 @@ async def test_nobody_writes_beside_another(api: Api, acme: Client) -> None:
         await send_all(acme, GOOD),
         (await api.services.registry.tenants.get_tenant("acme")).id,
     )
-    with api.services.intake.writing(upload_id, WEIGHTS):
+    with api.services.uploads.in_progress.writing(upload_id, WEIGHTS):
         for answer in (
             await put(acme, upload_id, WEIGHTS, GOOD.weights),
             await complete(acme, upload_id),
@@ -239,7 +239,10 @@ async def test_nobody_writes_beside_another(api: Api, acme: Client) -> None:
         ):
             assert code(answer) == (409, "upload.busy")
             assert int(answer.headers["retry-after"]) >= 1
-    with api.services.intake.stream(tenant_id), api.services.intake.stream(tenant_id):
+    with (
+        api.services.uploads.in_progress.stream(tenant_id),
+        api.services.uploads.in_progress.stream(tenant_id),
+    ):
         refused = await put(acme, upload_id, WEIGHTS, GOOD.weights)
         assert code(refused) == (429, "upload.too_many")
         assert int(refused.headers["retry-after"]) >= 1
@@ -257,11 +260,11 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_wr
     assert (await acme.delete(f"/v1/uploads/{deleted}")).status_code == 204
     assert (await acme.get(f"/v1/uploads/{deleted}")).status_code == 404
     assert {path.parent.name for path in staged(api)} == {old}
-    sweeper = Sweeper(api.services)
+    sweeper = sweeper_of(api.services)
     stray = api.services.config.server.data_dir / "uploads" / ("upl_" + "a" * 26)
     stray.mkdir()
     (stray / WEIGHTS).write_bytes(b"x")
-    swept = {
+    first = {
         "uploads": 0,
         "answers": 0,
         "batches": 0,
@@ -270,10 +273,10 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_wr
         "temporary": 0,
         "blobs": 0,
     }
-    assert await sweeper.sweep() == {**swept, "weights": 0}
+    assert await sweeper.sweep() == {**first, "weights": 0}
     api.ahead = timedelta(hours=25)
     assert (await acme.get(f"/v1/uploads/{old}")).status_code == 404
-    with api.services.intake.writing(old, WEIGHTS):
+    with api.services.uploads.in_progress.writing(old, WEIGHTS):
         swept = await sweeper.sweep()
         assert (swept["uploads"], swept["staged"], len(staged(api))) == (2, 0, 2)
     assert (await sweeper.sweep())["staged"] == 1
@@ -306,7 +309,7 @@ async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api, acme: Client
     assert await api.services.drain.drain(0.1) == 1
     assert b" 503 " in await reader.readline()
     writer.close()
-    assert api.services.staged.sizes(upload_id)[WEIGHTS] == 1000
+    assert api.services.uploads.staged.sizes(upload_id)[WEIGHTS] == 1000
 
 
 async def test_the_sweeper_runs_by_itself_and_ends_cleanly(
@@ -314,7 +317,7 @@ async def test_the_sweeper_runs_by_itself_and_ends_cleanly(
 ) -> None:
     monkeypatch.setattr(removal, "SWEEP_S", 0.01)
     blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
-    sweeping = await Sweeper(api.services).start()
+    sweeping = await sweeper_of(api.services).start()
     blobs.make_folders(lonely)
     blobs.path(lonely).write_bytes(b"x")
     await eventually(lambda: not api.files())
@@ -374,7 +377,7 @@ async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
     upload_id = await send_all(acme, GOOD)
     owner, validate = (
         await api.services.registry.tenants.get_tenant("acme"),
-        api.services.validator.validate,
+        api.services.uploads.validator.validate,
     )
 
     async def validate_while_another_rejects(*arguments: Any) -> VersionFacts:
@@ -383,7 +386,7 @@ async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
         )
         return await validate(*arguments)
 
-    monkeypatch.setattr(api.services.validator, "validate", validate_while_another_rejects)
+    monkeypatch.setattr(api.services.uploads.validator, "validate", validate_while_another_rejects)
     assert code(await complete(acme, upload_id)) == (409, "upload.ended")
     assert (await acme.get("/v1/adapters")).json()["data"] == []
     assert api.files() == []

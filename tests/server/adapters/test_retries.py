@@ -13,11 +13,11 @@ import pytest
 from api_adapters import sound, upload
 from api_server import ADMIN_KEY, Api, Client
 from bad_upload import Upload
+from manylora.registry.idempotency import AnsweredBeforeError, KeptAnswer, Retry, body_digest
 from manylora.registry.records import FileFacts, UploadDraft
 from manylora.registry.registry import Registry
-from manylora.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
-from manylora.server.adapters.validation import AdapterValidator
-from manylora.server.garbage import Sweeper
+from manylora.server.serve import sweeper_of
+from manylora.server.uploads.validation import AdapterValidator
 from piecewise_client import WEIGHTS, announce, code, complete, send_all
 from postgres_server import KINDS, database_of
 from registry_samples import facts
@@ -49,8 +49,8 @@ async def send(
 async def test_a_repeated_upload_is_answered_as_it_was(
     api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks = AsyncMock(wraps=api.services.validator.validate)
-    monkeypatch.setattr(api.services.validator, "validate", checks)
+    checks = AsyncMock(wraps=api.services.uploads.validator.validate)
+    monkeypatch.setattr(api.services.uploads.validator, "validate", checks)
     first = await send(acme, "pirate", "k 1!")
     again = await send(acme, "pirate", "k 1!")
     assert (first.status_code, again.status_code) == (201, 201)
@@ -146,13 +146,13 @@ async def test_answers_are_kept_for_a_day(api: Api, acme: Client) -> None:
     assert (await send(acme, "a", "k")).status_code == 201
     api.ahead = timedelta(hours=23, minutes=59)
     assert (await send(acme, "a", "k")).headers["idempotent-replayed"] == "true"
-    assert (await Sweeper(api.services).sweep())["answers"] == 0
+    assert (await sweeper_of(api.services).sweep())["answers"] == 0
     api.ahead = timedelta(hours=24, minutes=1)
     fresh = await send(acme, "a", "k")
     assert (fresh.status_code, "idempotent-replayed" in fresh.headers) == (200, False)
     api.ahead *= 2
-    assert (await Sweeper(api.services).sweep())["answers"] == 1
-    assert (await Sweeper(api.services).sweep())["answers"] == 0
+    assert (await sweeper_of(api.services).sweep())["answers"] == 1
+    assert (await sweeper_of(api.services).sweep())["answers"] == 0
 
 
 async def test_of_two_servers_one_makes_the_change(
@@ -169,7 +169,7 @@ async def test_of_two_servers_one_makes_the_change(
     retry = Retry(key="k", body_digest=body_digest("same"))
 
     async def publish(registry: Registry, number: int) -> int:
-        answer = Answer(status=201, body={"number": number})
+        answer = KeptAnswer(status=201, body={"number": number})
         try:
             async with registry.adapters.publishing(tenant.id, "pirate", facts("x")) as made:
                 await made.keep_answer(retry, answer)
@@ -181,7 +181,7 @@ async def test_of_two_servers_one_makes_the_change(
         racing = enumerate([api.services.registry, other] * 10)
         numbers = await asyncio.gather(*(publish(registry, number) for number, registry in racing))
         assert len(set(numbers)) == 1
-        assert await other.uploads.answered(tenant.id, retry) == Answer(
+        assert await other.uploads.answered(tenant.id, retry) == KeptAnswer(
             status=201, body={"number": numbers[0]}
         )
         assert len(await other.adapters.list_versions(tenant.id, "pirate")) == 1
@@ -193,7 +193,7 @@ async def test_of_two_servers_one_makes_the_change(
         draft = UploadDraft(name="p", description=None, activate=True, files=announced)
         with pytest.raises(AnsweredBeforeError):
             await other.uploads.create(
-                tenant.id, draft, None, retry, lambda _: Answer(status=201, body={})
+                tenant.id, draft, None, retry, lambda _: KeptAnswer(status=201, body={})
             )
         assert (await other.uploads.list(tenant.id, None, 10)).items == ()
     finally:

@@ -17,9 +17,9 @@ from api_adapters import sound
 from api_server import Api, Client
 from api_server import api as open_api
 from manylora.errors import BusyError, CapacityError, ConflictError
-from manylora.server.adapters import staged_files
-from manylora.server.adapters.staged_files import StagedFolder, StagedObjects
-from manylora.server.garbage import Sweeper
+from manylora.server.serve import sweeper_of
+from manylora.server.uploads import staged_files
+from manylora.server.uploads.staged_files import StagedFolder, StagedObjects
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, put, send_all
 from postgres_server import KINDS, database_of
 from s3_server import S3Server
@@ -179,12 +179,12 @@ async def test_files_that_go_while_they_are_gathered_are_missing_again(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_id = await send_all(two.clients[0], GOOD)
-    staged = two.apis[0].services.staged
+    staged = two.apis[0].services.uploads.staged
     read = staged.read
 
     def read_deleted(upload_id: str, name: str) -> Any:
         pieces = read(upload_id, name)
-        two.apis[1].services.staged.delete(upload_id)
+        two.apis[1].services.uploads.staged.delete(upload_id)
         if isinstance(staged, StagedObjects):  # which lists them first, and finds none of them then
             listed = staged_files._Piece(
                 0, SIZE, f"uploads/{upload_id}/{name}/{0:016}-{secrets.token_hex(8)}"
@@ -204,12 +204,12 @@ async def test_either_server_sweeps_what_the_other_left(two: Two) -> None:
     await two.apis[0].services.registry.uploads.delete(
         owner.id, old
     )  # and dies before the files go
-    assert (await Sweeper(two.apis[1].services).sweep())["staged"] == 1
+    assert (await sweeper_of(two.apis[1].services).sweep())["staged"] == 1
     assert {kept in path for path in two.staged()} == {True}
     two.apis[1].ahead = timedelta(hours=25)
-    with two.apis[1].services.intake.writing(kept, WEIGHTS):
-        assert (await Sweeper(two.apis[1].services).sweep())["staged"] == 0
-    assert (await Sweeper(two.apis[1].services).sweep())["staged"] == 1
+    with two.apis[1].services.uploads.in_progress.writing(kept, WEIGHTS):
+        assert (await sweeper_of(two.apis[1].services).sweep())["staged"] == 0
+    assert (await sweeper_of(two.apis[1].services).sweep())["staged"] == 1
     assert two.staged() == []
 
 
@@ -217,7 +217,7 @@ async def test_the_default_folder_of_blobs_keeps_uploads_in_the_data_folder(
     api: Api, acme: Client
 ) -> None:
     await send_all(acme, GOOD)
-    assert isinstance(api.services.staged, StagedFolder)
+    assert isinstance(api.services.uploads.staged, StagedFolder)
     assert {path.parents[1] for path in api.services.config.server.data_dir.rglob(WEIGHTS)} == {
         api.services.config.server.data_dir / "uploads"
     }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from manylora.errors import DrainingError, ReplicaLostError
-from manylora.server.drain import Exchange
+from manylora.server.process.drain import Exchange
 
 pytestmark = pytest.mark.anyio
 DRAINING = DrainingError("The server is shutting down.")

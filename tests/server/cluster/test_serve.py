@@ -9,7 +9,7 @@ import pytest
 
 from manylora.config import Auth, GatewayConfig, RegistryConfig, ServerConfig
 from manylora.server.cluster.serve import _serve_until
-from manylora.server.listen import run_until_signal
+from manylora.server.http.listen import run_until_signal
 
 
 class _ListensError(Exception):

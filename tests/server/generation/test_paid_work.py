@@ -21,7 +21,8 @@ from fake_engine import FakeEngine, Work, demo_tokenizer
 from manylora.engine.request import GenerationRequest, RequestError
 from manylora.registry.records import UsageEvent
 from manylora.server.http.wire import IS_CLOSING
-from manylora.server.limits.windows import Account
+from manylora.server.limits.accounts import Account
+from manylora.server.services import Clock
 
 pytestmark = pytest.mark.anyio
 NUM_ENDS = 1_600
@@ -253,14 +254,14 @@ def break_at_random(engine: WatchedEngine, rng: random.Random) -> None:
 
 @pytest.mark.slow
 async def test_thousands_of_random_ends_agree(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, now_s, rng = WatchedEngine(), api.services.monotonic(), random.Random(11)
-    services = replace(api.services, engine=engine, monotonic=lambda: now_s)
+    engine, now_s, rng = WatchedEngine(), api.services.clock.monotonic(), random.Random(11)
+    services = replace(api.services, engine=engine, clock=Clock(monotonic=lambda: now_s))
     api.app.state.services = services
     key = await api.key("acme")
     me = (await api.client(key).get("/v1/me")).json()
     books = Books(
         engine=engine,
-        accounts=[services.accounts.of(me[who]["id"], now_s) for who in ("tenant", "key")],
+        accounts=[services.limits.accounts.of(me[who]["id"], now_s) for who in ("tenant", "key")],
     )
     record = services.registry.usage.record
 

@@ -22,6 +22,7 @@ from manylora.engine.request import Grammar
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.server.generation.grammar import checked_grammar
+from manylora.server.process.long_work import MAX_WAITING
 from manylora.server.sandbox import grammar_check
 from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 from tool_models import tokenizer_with, use_tokenizer
@@ -387,6 +388,35 @@ async def test_a_tenant_with_many_schemas_holds_others_up_by_one_check(
         may_go_on.set()
     assert len(checked) == 9
     assert checked.index(quiet_id) <= 1
+
+
+async def test_a_grammar_that_was_found_sound_waits_for_no_check_of_others(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme = await api.tenant("acme")
+    assert (await complete(acme, structured_outputs={"regex": "a"})).status_code == 200
+    problem = GrammarChecker.problem
+    may_go_on = threading.Event()
+    threads = list[str]()
+
+    def slow(self: GrammarChecker, text: str, digest: str, folder: Path, tenant: str) -> str | None:
+        if "slow" in text:
+            threads.append(threading.current_thread().name)
+            assert may_go_on.wait(60)
+        return problem(self, text, digest, folder, tenant)
+
+    monkeypatch.setattr(GrammarChecker, "problem", slow)
+    others = [await api.tenant(f"tenant-{number}") for number in range(MAX_WAITING + 2)]
+    async with anyio.create_task_group() as group:
+        for each in others:
+            group.start_soon(partial(complete, each, structured_outputs={"regex": "slow"}))
+        await eventually(lambda: len(threads) == MAX_WAITING)
+        with anyio.fail_after(60):
+            answer = await complete(acme, structured_outputs={"regex": "a"})
+        assert (answer.status_code, len(threads)) == (200, MAX_WAITING)
+        may_go_on.set()
+    assert len(threads) == len(others)
+    assert all(name.startswith("waiting-work") for name in threads)
 
 
 def test_a_child_that_was_killed_says_nothing_of_the_grammar(child: list[str]) -> None:

@@ -17,7 +17,7 @@ from manylora.server.http.connection_room import (
     most_connections,
     raise_descriptor_limit,
 )
-from manylora.server.listen import ApiServer
+from manylora.server.http.listen import ApiServer
 from raw_http import head_of
 
 pytestmark = pytest.mark.anyio
@@ -115,7 +115,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
 @pytest.fixture
 async def narrow(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     """The API on a port, with room for a few connections."""
-    monkeypatch.setattr("manylora.server.listen.most_connections", lambda: MOST)
+    monkeypatch.setattr("manylora.server.http.listen.most_connections", lambda: MOST)
     async with api.listening() as url:
         yield url
 

@@ -68,7 +68,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "BatchBody": {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h"},
     "Line": {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}},
     "JsonSchemaFormat": {"name": "f", "schema": {}},
-    "AnswerFormat": {"type": "text"},
+    "ResponseFormat": {"type": "text"},
     "StructuredOutputs": {"regex": "x"},
     "CompletionBody": DIALECTS["/v1/completions"],
     **dict.fromkeys(
@@ -83,7 +83,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "TokenizeBody": {"prompt": "x"},
     "DetokenizeBody": {"tokens": [1]},
     "ClientTool": {"name": "f", "input_schema": {}},
-    "ToolChoice": {"type": "auto"},
+    "MessagesToolChoice": {"type": "auto"},
     "Thinking": {"type": "enabled"},
     "TenantBody": {"name": "a"},
     "TenantPatchBody": {"weight": 2},

@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import BOOKED_SHARE, Admission, Gate
-from manylora.server.limits.prediction import FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Ask
-from manylora.server.limits.return_slots import START_CLAIMED
+from manylora.server.limits.prediction import (
+    FACTOR_BOUNDS,
+    MIN_ANSWERS,
+    START_FACTOR,
+    AdmissionRequest,
+)
+from manylora.server.limits.return_times import START_CLAIMED
 
-ASK = Ask(
+ASK = AdmissionRequest(
     tenant="t",
     name="tenant",
     weight=1.0,

@@ -22,8 +22,9 @@ from api_server import api as open_api
 from manylora.engine.request import RequestError
 from manylora.errors import CapacityError
 from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS
-from manylora.server.generation import routes as routes_generation
-from manylora.server.limits.windows import Accounts
+from manylora.server.generation import run as generation_run
+from manylora.server.limits.accounts import Accounts
+from manylora.server.services import Clock
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]
@@ -38,7 +39,8 @@ class Clocks:
     def __init__(self, api: Api, now: datetime = MAY) -> None:
         self.seconds = 5000.0
         self.now = now
-        self.services = replace(api.services, monotonic=lambda: self.seconds, now=lambda: self.now)
+        clock = Clock(monotonic=lambda: self.seconds, now=lambda: self.now)
+        self.services = replace(api.services, clock=clock)
         api.services = api.app.state.services = self.services
 
 
@@ -212,10 +214,12 @@ async def test_a_chat_without_a_bound_ends_where_the_limit_does(
     """Each token beyond its reservation is taken as it comes, so requests beside it are refused."""
     api.engine.token_s = 0.001
     client = await limited(api, None, **{limit: 150})
-    account = api.services.accounts.of((await client.get("/v1/me")).json()["tenant"]["id"], 0.0)
+    account = api.services.limits.accounts.of(
+        (await client.get("/v1/me")).json()["tenant"]["id"], 0.0
+    )
     body = {**CHAT, "ignore_eos": True, "stream": stream, "n": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        patch.setattr(generation_run, "OPEN_TOKENS", 10)
         running = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await eventually(lambda: account.reserved > 140)
         refused = await complete(client, max_tokens=16)
@@ -240,7 +244,7 @@ async def test_a_chat_without_a_bound_ends_where_the_limit_does(
 async def test_a_chat_without_a_bound_is_free_to_grow_where_nothing_limits(api: Api) -> None:
     client = await limited(api)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        patch.setattr(generation_run, "OPEN_TOKENS", 10)
         answer = await client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
     assert answer.json()["usage"]["total_tokens"] == api.services.ready.max_model_len
     assert (await used(client))["tokens_per_minute"] == api.services.ready.max_model_len
@@ -266,7 +270,7 @@ async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) ->
     async def watched(scope: Scope, receive: Receive, send: Send) -> None:
         async def seen(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                account = api.services.accounts.of(tenant_id, 0.0)
+                account = api.services.limits.accounts.of(tenant_id, 0.0)
                 held.append((account.in_flight, account.reserved))
             await send(message)
 
@@ -433,7 +437,8 @@ async def test_what_ends_while_the_month_is_read_counts_once(api: Api, clocks: C
         billed = report["totals"]["prompt_tokens"] + report["totals"]["completion_tokens"]
         assert read["tokens_per_month"] <= billed
         assert (await used(plain))["tokens_per_month"] == billed
-        clocks.services = replace(clocks.services, accounts=Accounts())
+        limits = replace(api.services.limits, accounts=Accounts())
+        clocks.services = replace(clocks.services, limits=limits)
         api.services = api.app.state.services = clocks.services
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -15,11 +16,11 @@ from starlette.types import Message, Receive, Scope, Send
 from api_adapters import upload
 from api_server import Api, Client, at_rest, eventually
 from manylora.errors import RateLimitError
+from manylora.server.admission.rates import Admitted
 from manylora.server.app import LIMITED_ROUTERS, ROUTERS
 from manylora.server.auth.middleware import LOCAL_ADMIN
 from manylora.server.limits import management_turns
 from manylora.server.limits.management_turns import CODE, PLACES, ManagementTurns
-from manylora.server.limits.rates import Admitted
 
 pytestmark = pytest.mark.anyio
 COSTLY = ("/v1/usage", "/v1/usage/events", "/v1/usage/latency")
@@ -156,10 +157,8 @@ async def test_an_answer_that_has_begun_takes_no_place() -> None:
 
     turns = ManagementTurns(app, frozenset(), lambda *_: None)
     scope = {"type": "http", "path": "/v1/events", "state": {"identity": None}}
-    streams = [
-        asyncio.create_task(turns(dict(scope), asyncio.Event().wait, ignore))
-        for _ in range(3 * PLACES)
-    ]  # type: ignore[arg-type]
+    receive: Any = asyncio.Event().wait
+    streams = [asyncio.create_task(turns(dict(scope), receive, ignore)) for _ in range(3 * PLACES)]
     await eventually(lambda: len(begun) == len(streams))
     may_end.set()
     await asyncio.gather(*streams)

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from api_server import BASE, Api, eventually
+from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.engine.request import RequestError
-from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.engine.status import EngineLoad
 
 pytestmark = pytest.mark.anyio
 
@@ -84,7 +85,7 @@ async def test_a_refusal_counts_against_no_limit_and_is_in_the_metrics(api: Api)
         assert me["used"]["tenant"]["concurrent_requests"] == 20
         page = api.services.metrics.render(None, 0).decode()
         assert 'manylora_refused_total{code="server.overloaded",tenant="alone"} 30.0' in page
-        state = api.services.gate.snapshot()[await tenant_id(api, "alone")]
+        state = api.services.limits.gate.snapshot()[await tenant_id(api, "alone")]
         assert state["refused"] == {"server.overloaded": 30}
         assert state["wait_s"] > 9
 
@@ -99,9 +100,9 @@ async def test_all_that_was_let_in_leaves_the_gate_again(api: Api) -> None:
     assert (await client.post("/v1/completions", json=body())).status_code == 429
     await api.services.registry.tenants.update_tenant("acme", {})
     async with flood(api, "acme", 3):
-        assert api.services.gate.num_waiting == 3
-    await eventually(lambda: api.services.gate.num_waiting == 0)
-    state = api.services.gate.tenants[await tenant_id(api, "acme")]
+        assert api.services.limits.gate.num_waiting == 3
+    await eventually(lambda: api.services.limits.gate.num_waiting == 0)
+    state = api.services.limits.gate.tenants[await tenant_id(api, "acme")]
     assert (state.live, state.live_units, state.waiting, state.waiting_units, state.adapters) == (
         0,
         0.0,
@@ -155,10 +156,10 @@ async def test_a_deadline_that_passes_in_the_queue_is_503_and_costs_nothing(api:
     assert int(refused.headers["retry-after"]) >= 1
     usage = (await client.get("/v1/usage")).json()
     assert usage["totals"]["prompt_tokens"] == usage["totals"]["completion_tokens"] == 0
-    assert api.services.gate.snapshot()[await tenant_id(api, "acme")]["refused"] == {
+    assert api.services.limits.gate.snapshot()[await tenant_id(api, "acme")]["refused"] == {
         "deadline.queue": 1
     }
-    assert api.services.gate.num_waiting == 0
+    assert api.services.limits.gate.num_waiting == 0
 
 
 async def test_weight_and_priority_go_to_the_engine(api: Api) -> None:

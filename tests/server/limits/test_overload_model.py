@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from manylora.server.limits.return_slots import ReturnSlots
+from manylora.server.limits.return_times import ReturnTimes
 from overload_model import CAPACITY, MAX_WAIT_S, Client, Overload, Traffic
 
 pytestmark = pytest.mark.no_cover
@@ -190,7 +190,7 @@ def test_memory_is_bounded_and_given_back() -> None:
     state = model.gate.tenants["flood"]
     model.gate.snapshot()
     assert len(state.slots) == 0
-    assert len(pickle.dumps(state.slots)) < len(pickle.dumps(ReturnSlots())) + 100
+    assert len(pickle.dumps(state.slots)) < len(pickle.dumps(ReturnTimes())) + 100
     model.engine.requests.clear()
     for client in model.clients:
         if client.admission is not None:

@@ -18,10 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
-from manylora.registry import limit_leases
+from manylora.registry.access import limit_leases
 from manylora.registry.db.clock import to_micros, utc_now
 from manylora.registry.registry import Registry
-from manylora.server.limits.leases import LeasedAccounts, open_leased_accounts
+from manylora.server.limits.shared_accounts import SharedAccounts, open_shared_accounts
 from postgres_server import KINDS, fresh_database
 from registry_samples import NOON, usage_event
 
@@ -87,8 +87,9 @@ async def two(
             (tmp_path / name / "data").mkdir(mode=0o700)
             (tmp_path / name / "data" / "pepper").write_text("ab" * 32)
             api = await stack.enter_async_context(open_api(tmp_path / name, database_url=url))
-            accounts = await open_leased_accounts(api.services.registry, f"srv_{name}", stack)
-            api.services = api.app.state.services = replace(api.services, accounts=accounts)
+            accounts = await open_shared_accounts(api.services.registry, f"srv_{name}", stack)
+            limits = replace(api.services.limits, accounts=accounts)
+            api.services = api.app.state.services = replace(api.services, limits=limits)
             apis.append(api)
         opened.apis = tuple(apis)
         yield opened
@@ -168,7 +169,7 @@ async def test_a_server_that_starts_again_has_its_old_part_back_after_a_minute(t
     await two.limit(tokens_per_month=100)
     registry = two.apis[0].services.registry
     tenant_id = (await two.clients[0].get("/v1/me")).json()["tenant"]["id"]
-    died = limit_leases.LeaseAsk(
+    died = limit_leases.LeaseRequest(
         holder_id=tenant_id,
         kind="tokens_per_month",
         limit=100,
@@ -184,7 +185,7 @@ async def test_a_server_that_starts_again_has_its_old_part_back_after_a_minute(t
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert "reserved by requests that run" in refused.json()["error"]["message"]
     async with AsyncExitStack() as stack:
-        assert isinstance(await open_leased_accounts(registry, "srv_three", stack), LeasedAccounts)
+        assert isinstance(await open_shared_accounts(registry, "srv_three", stack), SharedAccounts)
         await asyncio.sleep(0.2)
         assert statuses(await two.send(1, max_tokens=90)) == {429: 1}, (
             "what was cut off is not billed yet"
@@ -203,7 +204,7 @@ async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: 
 
     async def got(leases: limit_leases.LimitLeases, tokens: int) -> int:
         nothing = {"held": 0, "spare": 0, "back": 0, "ahead": 0}
-        ask = limit_leases.LeaseAsk(
+        ask = limit_leases.LeaseRequest(
             holder_id="ten_acme",
             kind="tokens_per_month",
             limit=1000,

@@ -10,6 +10,7 @@ from api_server import ADMIN_KEY, BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
 from manylora.engine.request import RequestError
 from manylora.server.messages.schemas import MessageView
+from manylora.server.versions.names import ModelNames
 
 if TYPE_CHECKING:
     import anthropic
@@ -196,7 +197,7 @@ async def test_other_methods_and_a_crash_are_told_in_the_same_shape(
     api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await acme.get("/v1/messages")).json()["error"]["type"] == "invalid_request_error"
-    monkeypatch.setattr(type(api.services), "base_names", property(lambda _: 1 / 0))
+    monkeypatch.setattr(ModelNames, "resolve", lambda *_, **__: 1 / 0)
     answer = await send(acme)
     assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (
         500,

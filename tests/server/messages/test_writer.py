@@ -14,18 +14,18 @@ from pydantic import TypeAdapter
 
 from answer_parts import choice_of, meter_of, step_of
 from manylora.errors import EngineError, EngineUnavailableError, ManyloraError
-from manylora.server.generation.openai_format import Part
+from manylora.server.generation.openai_format import AnswerPart
 from manylora.server.messages.writer import MessageWriter
 from manylora.server.tools.reading import CallPiece
 
-TEXT = [Part(text="Arr"), Part(text=""), Part(text="!", finish_reason="stop")]
+TEXT = [AnswerPart(text="Arr"), AnswerPart(text=""), AnswerPart(text="!", finish_reason="stop")]
 CALLS = [
-    Part(text="", reasoning="Look "),
-    Part(text="", reasoning="it up."),
-    Part(text="One moment."),
-    Part(text="", calls=(CallPiece(index=0, id="call_1", name="find", arguments=""),)),
-    Part(text="", calls=(CallPiece(index=0, id=None, name=None, arguments='{"x":'),)),
-    Part(
+    AnswerPart(text="", reasoning="Look "),
+    AnswerPart(text="", reasoning="it up."),
+    AnswerPart(text="One moment."),
+    AnswerPart(text="", calls=(CallPiece(index=0, id="call_1", name="find", arguments=""),)),
+    AnswerPart(text="", calls=(CallPiece(index=0, id=None, name=None, arguments='{"x":'),)),
+    AnswerPart(
         text="",
         calls=(
             CallPiece(index=0, id=None, name=None, arguments=" 1}"),
@@ -34,7 +34,7 @@ CALLS = [
         finish_reason="tool_calls",
     ),
 ]
-WHOLE = Part(
+WHOLE = AnswerPart(
     text="One moment.",
     reasoning="Look it up.",
     calls=(
@@ -62,7 +62,7 @@ def writer() -> MessageWriter:
     return MessageWriter(meter_of(), {"created": 1_800_000_000, "model": "demo"})
 
 
-def events(parts: Sequence[Part], error: ManyloraError | None = None) -> list[dict[str, Any]]:
+def events(parts: Sequence[AnswerPart], error: ManyloraError | None = None) -> list[dict[str, Any]]:
     """All events of a stream; each that Anthropic has a type for is checked."""
     writing = writer()
     raw = b"".join(writing.events(step_of(), part) for part in parts)
@@ -78,7 +78,7 @@ def events(parts: Sequence[Part], error: ManyloraError | None = None) -> list[di
     return told
 
 
-def whole(part: Part) -> dict[str, Any]:
+def whole(part: AnswerPart) -> dict[str, Any]:
     """The body of a whole answer."""
     body: dict[str, Any] = json.loads(orjson.dumps(writer().whole([(choice_of(), part)])))
     return body
@@ -164,9 +164,11 @@ def test_a_stop_sequence_is_named_and_a_stop_token_is_not() -> None:
         (7, ("end_turn", None)),
         (None, ("end_turn", None)),
     ):
-        delta = events([Part(text="x", finish_reason="stop", stop_reason=stop_reason)])[-2]["delta"]
+        delta = events([AnswerPart(text="x", finish_reason="stop", stop_reason=stop_reason)])[-2][
+            "delta"
+        ]
         assert (delta["stop_reason"], delta["stop_sequence"]) == expected
-    inside_a_call = whole(Part(text="x", finish_reason="length", stop_reason="END"))
+    inside_a_call = whole(AnswerPart(text="x", finish_reason="length", stop_reason="END"))
     assert (inside_a_call["stop_reason"], inside_a_call["stop_sequence"]) == (
         "stop_sequence",
         "END",
@@ -174,14 +176,16 @@ def test_a_stop_sequence_is_named_and_a_stop_token_is_not() -> None:
 
 
 def test_an_answer_without_a_text_has_an_empty_one_and_one_that_was_cut_has_none() -> None:
-    told = events([Part(text="", finish_reason="stop")])
+    told = events([AnswerPart(text="", finish_reason="stop")])
     assert [event["type"] for event in told[2:]] == [
         *("content_block_start", "content_block_stop", "message_delta", "message_stop"),
     ]
-    assert whole(Part(text="", finish_reason="stop"))["content"] == [{"type": "text", "text": ""}]
-    told = events([Part(text=""), Part(text="", finish_reason="length")])
+    assert whole(AnswerPart(text="", finish_reason="stop"))["content"] == [
+        {"type": "text", "text": ""}
+    ]
+    told = events([AnswerPart(text=""), AnswerPart(text="", finish_reason="length")])
     assert [event["type"] for event in told[2:]] == ["message_delta", "message_stop"]
-    body = whole(Part(text="", finish_reason="length"))
+    body = whole(AnswerPart(text="", finish_reason="length"))
     assert (body["content"], body["stop_reason"]) == ([], "max_tokens")
 
 

@@ -14,21 +14,21 @@ from pydantic import TypeAdapter
 
 from answer_parts import choice_of, meter_of, step_of
 from manylora.errors import EngineUnavailableError, ManyloraError, RateLimitError, RequestError
-from manylora.server.generation.openai_format import Part, joined
+from manylora.server.generation.openai_format import AnswerPart, joined
 from manylora.server.responses.schemas import ResponsesBody
 from manylora.server.responses.writer import ResponseWriter
 from manylora.server.tools.reading import CallPiece
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-TEXT = [Part(text="Arr"), Part(text=""), Part(text="!", finish_reason="stop")]
+TEXT = [AnswerPart(text="Arr"), AnswerPart(text=""), AnswerPart(text="!", finish_reason="stop")]
 LOGPROB = {"token": "Arr", "bytes": [65, 114, 114], "logprob": -0.5, "top_logprobs": []}
 CALLS = [
-    Part(text="", reasoning="Look "),
-    Part(text="", reasoning="it up."),
-    Part(text="One moment."),
-    Part(text="", calls=(CallPiece(index=0, id="call_1", name="find", arguments=""),)),
-    Part(text="", calls=(CallPiece(index=0, id=None, name=None, arguments='{"x":'),)),
-    Part(
+    AnswerPart(text="", reasoning="Look "),
+    AnswerPart(text="", reasoning="it up."),
+    AnswerPart(text="One moment."),
+    AnswerPart(text="", calls=(CallPiece(index=0, id="call_1", name="find", arguments=""),)),
+    AnswerPart(text="", calls=(CallPiece(index=0, id=None, name=None, arguments='{"x":'),)),
+    AnswerPart(
         text="",
         calls=(
             CallPiece(index=0, id=None, name=None, arguments=" 1}"),
@@ -46,7 +46,7 @@ def writer(**fields: Any) -> ResponseWriter:
 
 
 def events(
-    parts: Sequence[Part], error: ManyloraError | None = None, **fields: Any
+    parts: Sequence[AnswerPart], error: ManyloraError | None = None, **fields: Any
 ) -> list[dict[str, Any]]:
     """All events of a stream; each is checked."""
     writing = writer(**fields)
@@ -127,8 +127,8 @@ def test_reasoning_text_and_calls_are_items_in_order() -> None:
     ] == output
 
 
-@pytest.mark.parametrize("parts", [TEXT, CALLS, [Part(text="", finish_reason="stop")]])
-def test_a_whole_answer_has_the_items_of_the_stream(parts: list[Part]) -> None:
+@pytest.mark.parametrize("parts", [TEXT, CALLS, [AnswerPart(text="", finish_reason="stop")]])
+def test_a_whole_answer_has_the_items_of_the_stream(parts: list[AnswerPart]) -> None:
     calls = [
         CallPiece(index=0, id="call_1", name="find", arguments='{"x": 1}'),
         CallPiece(index=1, id="call_2", name="find", arguments="{}"),
@@ -149,7 +149,7 @@ def test_a_whole_answer_has_the_items_of_the_stream(parts: list[Part]) -> None:
 
 
 def test_an_answer_without_a_text_has_an_empty_one() -> None:
-    told = events([Part(text=""), Part(text="", finish_reason="stop")])
+    told = events([AnswerPart(text=""), AnswerPart(text="", finish_reason="stop")])
     (item,) = told[-1]["response"]["output"]
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
     assert kinds(told)[2:] == [
@@ -201,9 +201,9 @@ def test_an_error_ends_the_stream_with_what_there_is(error: ManyloraError, code:
 
 def test_log_probabilities_stand_with_the_text_that_they_made() -> None:
     parts = [
-        Part(text="", logprobs={"content": [LOGPROB]}),
-        Part(text="Arr", logprobs={"content": [LOGPROB, LOGPROB]}),
-        Part(text="", finish_reason="stop", logprobs={"content": [LOGPROB]}),
+        AnswerPart(text="", logprobs={"content": [LOGPROB]}),
+        AnswerPart(text="Arr", logprobs={"content": [LOGPROB, LOGPROB]}),
+        AnswerPart(text="", finish_reason="stop", logprobs={"content": [LOGPROB]}),
     ]
     told = events(parts, include=["message.output_text.logprobs"])
     assert [

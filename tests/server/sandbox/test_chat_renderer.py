@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from fake_engine import demo_tokenizer
 from manylora.engine.text.chat_template import MAX_CHARACTERS
 from manylora.errors import InvalidRequestError
+from manylora.server.process.threads import Acting, acting
 from manylora.server.sandbox.chat_renderer import ChatRenderer
-from manylora.server.threads import Acting, acting
 from quick_renderer import QuickRenderer
 from tool_models import tokenizer_folder, tokenizer_with
 

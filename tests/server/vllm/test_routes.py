@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from api_server import BASE, Api, Client, eventually
 from fake_engine import demo_ready
-from manylora.server.drain import Drain
+from manylora.server.process.drain import Drain
 
 pytestmark = pytest.mark.anyio
 

@@ -38,12 +38,12 @@ def adapter(name: str, tenant: str = "t") -> AdapterRef:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFaults:
-    """How often what goes wrong, and how long things take."""
+    """Rates of failures of loads and copies, and the times that these take."""
 
     load_s: float = 0.1
-    """Of one page."""
+    """Seconds to load one page."""
     copy_s: float = 0.01
-    """Of one page."""
+    """Seconds to copy one page."""
     fails: float = 0.0
     """Share of loads that raise."""
     hangs: float = 0.0
@@ -157,7 +157,7 @@ class SimulatedCopier:
         self._failed = failed
 
     def fence(self) -> float:
-        """What was launched until now."""
+        """Mark of all copies launched until now."""
         return self._time.now_s
 
     def copy(self, sources: Sequence[Any], pages: Sequence[int], _fence: float) -> None:
@@ -165,7 +165,7 @@ class SimulatedCopier:
         self._write(sources, pages, self._time.sleep)
 
     def copy_now(self, sources: Sequence[Any], pages: Sequence[int]) -> None:
-        """The same in no time."""
+        """Copy pages in no time."""
         self._write(sources, pages, lambda _seconds: None)
 
     def _write(

@@ -27,7 +27,7 @@ from simulation.pages import SimulatedSlab
 
 
 def small_geometry(page_tokens: int, num_groups: int = 1) -> PageGeometry:
-    """Pages of so many tokens, in layer groups of one layer."""
+    """Pages of `page_tokens` tokens, in layer groups of one layer."""
     return PageGeometry(
         page_bytes=1024,
         page_tokens=page_tokens,

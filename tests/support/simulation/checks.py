@@ -1,4 +1,4 @@
-"""What must hold of an engine after every pump and at every plan.
+"""Checks of an engine after every pump and at every plan.
 
 Pages, adapters, requests, rows, pauses and counters of service. How far the service of two tenants may differ is a goal
 of `fairness`: here tenants wait for loads and pages all the time, which no order can make up for.
@@ -23,9 +23,9 @@ from simulation.scenario import Scenario
 MAX_BARREN_STEPS = 64
 """Steps in a row that compute nothing: each has a preemption that a request is protected from for a page of tokens."""
 MAX_PAUSED_S = 5.0
-"""How long nothing may be computed while requests have pages; copies and steps are much shorter."""
+"""Longest time without a step while requests have pages; copies and steps are much shorter."""
 MAX_IDLE_S = 30.0
-"""How long nothing may be computed while somebody could run; a load that hangs takes ten times as long."""
+"""Longest time without a step while a request could run; a load that hangs takes ten times as long."""
 STATUS_EVERY = 16
 """Pumps from one look at the engine's report of itself to the next; it takes longer than all other checks."""
 RUNNING = "with pages"
@@ -63,7 +63,7 @@ class Checks:
         self._idle_since: dict[str, float] = {}
         """Since when requests could have run while nothing was computed; `RUNNING` stands for those with pages."""
         self._published: dict[PrefixBlock, list[list[int]]] = {}
-        """What the pages of each cached block held when it was first seen."""
+        """Contents of the pages of each cached block when it was first seen."""
         self._paused: dict[str, Standing] = {}
         self._counters: dict[tuple[object, ...], float] = {}
         self._service: dict[str, float] = {}
@@ -79,7 +79,7 @@ class Checks:
         self._ran = {chunk.request_id for chunk in plan.chunks}
         for chunk in plan.chunks:
             state = self._table.requests.get(chunk.request_id)
-            if state is None or state.status != "running" or not state.has_row:
+            if state is None or state.status != "running" or not state.place.has_row:
                 self._fail(f"{chunk.request_id} is in the step without a row: {state}")
         if len(self._ran) != len(plan.chunks) or len(plan.chunks) > self._scenario.max_running:
             self._fail(
@@ -136,9 +136,10 @@ class Checks:
         available = engine.evictor.num_available + waiting - engine.pool.capacity // 8
         able: dict[str, float] = {}
         for state in self._table.waiting:
-            size = 0 if state.digest is None else self._scenario.adapters[state.digest]
-            count = engine.geometry.pages(max(state.num_tokens, state.progress_mark)) + size
-            is_read = state.digest is None or engine.residency.state(state.digest) != "stored"
+            digest = state.adapter.digest
+            size = 0 if digest is None else self._scenario.adapters[digest]
+            count = engine.geometry.pages(max(state.num_tokens, state.pages.progress_mark)) + size
+            is_read = digest is None or engine.residency.state(digest) != "stored"
             if is_read and count <= available and state.waiting_reason != "FORK":
                 able[state.request_id] = self._idle_since.get(state.request_id, now_s)
         self._idle_since = able
@@ -160,7 +161,7 @@ class Checks:
         for state in self._table.running:
             own = state.pages.own_pages()
             num_owned += len(own)
-            owners |= dict.fromkeys(own, ("kv", slots.get(state.digest or "", -1)))
+            owners |= dict.fromkeys(own, ("kv", slots.get(state.adapter.digest or "", -1)))
         for entry in entries:
             num_owned += len(entry.pages)
             owners |= dict.fromkeys(entry.pages, ("adapter", entry.slot))
@@ -208,9 +209,13 @@ class Checks:
         """Adapters are counted as used by as many requests as use them."""
         residency = self._engine.residency
         running = Counter(
-            state.lease.digest for state in self._table.running if state.lease is not None
+            lease.digest
+            for state in self._table.running
+            if (lease := state.adapter.lease) is not None
         )
-        holding = Counter(state.digest for state in self._table.waiting if state.is_holding)
+        holding = Counter(
+            state.adapter.digest for state in self._table.waiting if state.adapter.is_holding
+        )
         for digest in self._scenario.adapters:
             entry = residency.entries.get(digest)
             if running[digest] != (entry.running if entry is not None else 0):
@@ -222,14 +227,16 @@ class Checks:
                 self._fail(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
 
     def _check_status(self, core: EngineCore) -> None:
-        """What the engine reports is what the owners have, page for page."""
+        """The report of the engine agrees with the owners, page for page."""
         status = core.status(is_detailed=True)  # takes in the step in flight
         owners = self._check_owners()
         pool = self._engine.pool
-        if status.base_running != sum(state.digest is None for state in self._table.running):
+        if status.base_running != sum(
+            state.adapter.digest is None for state in self._table.running
+        ):
             self._fail(f"the status has {status.base_running} running requests of the base")
         waiting = {tenant: load.waiting for tenant, load in status.tenants.items() if load.waiting}
-        if waiting != Counter(state.tenant for state in self._table.waiting):
+        if waiting != Counter(state.place.key.tenant for state in self._table.waiting):
             self._fail(f"the status has waiting requests {waiting}")
         slots = {
             resident.digest: resident.slot for resident in status.residents if resident.slot >= 0
@@ -259,23 +266,24 @@ class Checks:
         """No request is preempted twice without a page of progress in between."""
         for state in self._table.waiting:
             mark, num_preemptions = self._progress.get(state.request_id, (0, 0))
-            if state.num_preemptions > num_preemptions:
-                made = state.progress_mark - mark
+            pages = state.pages
+            if pages.num_preemptions > num_preemptions:
+                made = pages.progress_mark - mark
                 if num_preemptions and made < self._scenario.page_tokens:
                     self._fail(f"{state.request_id} is preempted again after {made} tokens")
-                self._progress[state.request_id] = state.progress_mark, state.num_preemptions
+                self._progress[state.request_id] = pages.progress_mark, pages.num_preemptions
 
     def _check_places(self) -> None:
         """Every request is in exactly one of waiting, paused and in the step."""
         table = self._table
         waiting = [state.request_id for state in table.waiting]
-        paused = [state.request_id for state in table.order.paused]
-        rows = [state.request_id for state in table.running if state.has_row]
+        paused = [state.request_id for state in table.paused]
+        rows = [state.request_id for state in table.running if state.place.has_row]
         if sorted(waiting + paused + rows) != sorted(table.requests):
             self._fail(
                 f"waiting {waiting}, paused {paused}, in the step {rows}: not each request once"
             )
-        if {state.request_id for state in table.running if not state.has_row} != set(paused):
+        if {state.request_id for state in table.running if not state.place.has_row} != set(paused):
             self._fail(f"paused are {paused}, without a row are others")
         if len(rows) > self._scenario.max_running or len(rows) != table.num_rows:
             self._fail(
@@ -293,11 +301,11 @@ class Checks:
     def _check_paused(self) -> None:
         """A request that was paused and sat the step out has what it had, or gave all of it up."""
         before, self._paused = self._paused, {}
-        for state in self._table.order.paused:
+        for state in self._table.paused:
             standing = (
                 [pages.tolist() for pages in state.pages.table.pages],
-                state.num_computed,
-                state.num_preemptions,
+                state.pages.num_computed,
+                state.pages.num_preemptions,
             )
             self._paused[state.request_id] = standing
             held = before.get(state.request_id)
@@ -305,11 +313,11 @@ class Checks:
                 self.num_pauses += 1
             elif (
                 held != standing
-                and held[2] == state.num_preemptions
+                and held[2] == state.pages.num_preemptions
                 and state.request_id not in self._ran
             ):
                 self._fail(f"{state.request_id} was paused with {held}, and now has {standing}")
-            if state.num_computed and not state.pages.table.num_blocks:
+            if state.pages.num_computed and not state.pages.table.num_blocks:
                 self._fail(f"{state.request_id} is paused without pages")
         self._ran = set()
 

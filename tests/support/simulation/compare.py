@@ -11,7 +11,7 @@ from simulation.scenario import Scenario, draw
 End = tuple[list[int], str | None, int]
 """Tokens, reason, and prompt tokens to bill."""
 Played = tuple[Counter[str], dict[str, End]]
-"""How often what happened, and how the requests ended that got all that they asked for."""
+"""Counts of events, and the ends of the requests that got all tokens they asked for."""
 
 
 def play(seed: int, overlaps: bool) -> Played:
@@ -57,7 +57,7 @@ def _ends(simulation: Simulation) -> dict[str, End]:
 
 
 def _same_requests_end(scenario: Scenario) -> bool:
-    """Whether nothing that depends on the moment (an abort, a deadline, a fault) decides which requests end."""
+    """True if nothing that depends on the moment (an abort, a deadline, a fault) decides which requests end."""
     has_deadlines = any(
         action.request and action.request.flow.deadline_s for action in scenario.actions
     )

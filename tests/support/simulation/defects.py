@@ -15,11 +15,12 @@ from manylora.adapters.residency import load_threads, residency
 from manylora.adapters.residency.entry import Stage
 from manylora.adapters.residency.slots import AdapterSlots, SlotLease
 from manylora.engine.fairness.fair_order import FairOrder
-from manylora.engine.fairness.shares import Share
+from manylora.engine.fairness.shares import FairShare
 from manylora.engine.scheduling import kv_pages
 from manylora.engine.scheduling.kv_pages import KvPages, PrefixHit
 from manylora.engine.scheduling.plan import PlanBuilder, StepPlan
 from manylora.engine.scheduling.preemption import Preemption
+from manylora.engine.scheduling.request_pages import RequestPages
 from manylora.engine.scheduling.request_state import RequestState
 from manylora.engine.scheduling.request_table import RequestTable
 from manylora.engine.scheduling.scheduler import Scheduler
@@ -40,7 +41,7 @@ def publish_before_the_step_is_complete(patch: pytest.MonkeyPatch) -> None:
         for chunk in planned.chunks if planned is not None else []:
             state = self.table.requests[chunk.request_id]
             num_tokens = chunk.start + len(chunk.token_ids)
-            self.table.kv.publish(state, num_tokens // state.geometry.page_tokens)
+            self.table.kv.publish(state, num_tokens // state.pages.geometry.page_tokens)
         return planned
 
     patch.setattr(Scheduler, "plan", early)
@@ -111,7 +112,7 @@ def share_prefixes_between_adapters(patch: pytest.MonkeyPatch) -> None:
 def find_all_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
     def find(self: KvPages, state: RequestState) -> list[PrefixBlock]:
         num_blocks = state.num_tokens // self.geometry.page_tokens
-        if not self.is_sharing or state.keeps_prompt_logprobs or not num_blocks:
+        if not self.is_sharing or state.first_output.keeps_prompt_logprobs or not num_blocks:
             return []
         return self.prefixes.find(self._chain(state, num_blocks), num_blocks)
 
@@ -185,7 +186,7 @@ def keep_the_lease_of_the_preempted(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: RequestTable, state: RequestState) -> None:
         if state.request_id in self.requests and state in self.running:
-            state.lease = None
+            state.adapter.lease = None
         else:
             release(self, state)
 
@@ -193,7 +194,7 @@ def keep_the_lease_of_the_preempted(patch: pytest.MonkeyPatch) -> None:
 
 
 def preempt_whoever_is_newest(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestState, "is_protected", False)
+    patch.setattr(RequestPages, "is_protected", False)
 
 
 def use_an_adapter_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
@@ -298,8 +299,8 @@ def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
     def careless(self: Preemption, state: RequestState, draft: PlanBuilder) -> None:
         pause(self, state, draft)
         table = state.pages.table
-        if state.is_paused and table.num_blocks > len(state.pages.held):
-            self._kv.pool.free(table.by_block(table.num_blocks - 1), state.last_step)
+        if state in self._table.paused and table.num_blocks > len(state.pages.held):
+            self._kv.pool.free(table.by_block(table.num_blocks - 1), state.pages.last_step)
             table.pages[:] = [pages[:-1] for pages in table.pages]
 
     patch.setattr(Preemption, "pause", careless)
@@ -310,14 +311,14 @@ def compute_for_the_paused(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_counters_of_the_idle(patch: pytest.MonkeyPatch) -> None:
-    retire = Share.retire
+    retire = FairShare.retire
 
-    def forgetful(self: Share, child: Share) -> None:
+    def forgetful(self: FairShare, child: FairShare) -> None:
         retire(self, child)
         self.idle.clear()
         self._ceiling = 0.0
 
-    patch.setattr(Share, "retire", forgetful)
+    patch.setattr(FairShare, "retire", forgetful)
 
 
 def charge_a_counter_backwards(patch: pytest.MonkeyPatch) -> None:
@@ -325,7 +326,7 @@ def charge_a_counter_backwards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         FairOrder,
         "charge",
-        lambda self, charges: charge(self, [(state, -units) for state, units in charges]),
+        lambda self, charges: charge(self, [(place, -units) for place, units in charges]),
     )
 
 

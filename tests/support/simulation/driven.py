@@ -17,9 +17,7 @@ from manylora.engine.request import GenerationRequest, RequestOutput, TokenLogpr
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from manylora.engine.scheduling.request_limits import ModelLimits
-from manylora.engine.scheduling.request_state import RequestPages, RequestState
 from manylora.errors import AdapterUnavailableError
-from manylora.memory.block_table import BlockTable
 from manylora.memory.eviction import PageCosts
 from simulation.adapters import adapter as adapter
 from simulation.adapters import image_of
@@ -33,7 +31,6 @@ RECOMPUTES = PageCosts(copy_s=1.0, load_s=1.0, token_s=0.001)
 """Costs with which recomputing is always cheaper than swapping."""
 SWAPS = PageCosts(copy_s=0.001, load_s=1.0, token_s=1.0)
 """Costs with which swapping is always cheaper than recomputing."""
-GEOMETRY = small_geometry(PAGE_TOKENS)
 
 
 def next_token(digest: str | None, history: list[int]) -> int:
@@ -84,18 +81,17 @@ class DrivenRunner(AtOnce):
 
     num_groups: int
     is_shared: Callable[[int], bool]
-    """Whether a page is published."""
+    """True for a page that is published."""
     host_page: Callable[[int], Any]
     pages: dict[int, dict[int, KvEntry]] = field(default_factory=dict)
     fail_on: set[int] = field(default_factory=set)
     plans: list[StepPlan] = field(default_factory=list)
     wrong: list[Exception] = field(default_factory=list)
-    """What a plan should not have asked for; the engine itself turns it into an error of the step."""
+    """Errors of plans; the engine itself turns each into an error of the step."""
 
     def execute(self, plan: StepPlan) -> list[ChunkResult]:
-        self.plans.append(
-            deepcopy(plan)
-        )  # a copy, because the scheduler changes chunks for the next step
+        # A copy, because the scheduler changes chunks for the next step.
+        self.plans.append(deepcopy(plan))
         if plan.step in self.fail_on:
             raise RuntimeError("the device is on fire")
         try:
@@ -191,7 +187,7 @@ class DrivenStore:
         return image_of(ref.digest, size, self._images, self._slab)
 
     def copy_now(self, _sources: Sequence[Any], _pages: Sequence[int]) -> None:
-        """What adapters hold does not matter here."""
+        """Do nothing: the contents of adapters do not matter here."""
 
     def submit(self, fn: Callable[[], None], /) -> Future[None]:
         self._due.append((self._now_s() + self.ticks, fn))
@@ -269,7 +265,7 @@ class Simulator(SimulatedEngine):
             poison=self.runner.poison,
         )
         self.stepping: list[tuple[int, int]] = []
-        """What each pump told loads of those that run and those that wait for loads."""
+        """Counts that each pump told loads: requests that run, and requests that wait for loads."""
         self.core = self.start(
             self.runner, lambda *counts: self.stepping.append(counts), overlaps=overlaps
         )
@@ -280,7 +276,7 @@ class Simulator(SimulatedEngine):
             self.core.submit(each)
 
     def pump(self, count: int = 1) -> list[RequestOutput]:
-        """Pump so many times; returns what the last one did."""
+        """Pump `count` times, and return the outputs of the last pump."""
         outputs: list[RequestOutput] = []
         for _ in range(count):
             self.now_s += 1.0
@@ -354,22 +350,8 @@ def request(
         [(start + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
     )
     names = ("flow", "choice_index", "generated_token_ids", "fork_of", "beam")
-    own = {key: fields.pop(key) for key in names if key in fields}
+    own: dict[str, Any] = {key: fields.pop(key) for key in names if key in fields}
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     return GenerationRequest(
         request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, **own
-    )  # type: ignore[arg-type]
-
-
-def arrived(asked: GenerationRequest, arrival_index: float, **fields: Any) -> RequestState:
-    """A request as it comes to the scheduler."""
-    return RequestState(
-        request=asked,
-        arrival_index=arrival_index,
-        seed=0,
-        adapter_state="base",
-        geometry=GEOMETRY,
-        pages=RequestPages(table=BlockTable(GEOMETRY)),
-        output_token_ids=[],
-        **{"arrived_s": 0.0, **fields},
     )

@@ -29,7 +29,7 @@ IDLE_S = 0.01
 """From one pump that computes nothing to the next; every further one takes a third longer, up to `LONGEST_IDLE_S`."""
 LONGEST_IDLE_S = 0.5
 LOOK_IDLE_EVERY = 4
-"""Of pumps in a row that computed nothing, told nothing and left the counts of pages as they were, one is looked at."""
+"""Pumps from one look to the next, while pumps compute nothing, tell nothing and leave the counts of pages alone."""
 
 
 class SimulationError(AssertionError):
@@ -47,7 +47,7 @@ class SimulationError(AssertionError):
 
 @dataclass
 class Life:
-    """What came of one request."""
+    """Life of one request: its tokens, its outputs and its end."""
 
     truth: Truth
     tokens: list[int] = field(default_factory=list)
@@ -226,11 +226,12 @@ class Simulation(SimulatedEngine):
 
     def _describe(self) -> str:
         waiting = [
-            f"{state.request_id}:{state.waiting_reason}{'+hold' * state.is_holding}"
+            f"{state.request_id}:{state.waiting_reason}{'+hold' * state.adapter.is_holding}"
             for state in self.scheduler.table.waiting
         ]
         running = [
-            f"{state.request_id}@{state.num_computed}" for state in self.scheduler.table.running
+            f"{state.request_id}@{state.pages.num_computed}"
+            for state in self.scheduler.table.running
         ]
         residents = [
             f"{resident.digest[7:11]}:{resident.tier}:{resident.pages}p,{resident.running}r,{resident.holds}h"
@@ -254,9 +255,7 @@ class Simulation(SimulatedEngine):
                 self.lives[action.request_id].is_aborted = True
             self.core.abort(action.request_id)
         elif action.verb == "abort_paused":
-            for request_id in sorted(
-                state.request_id for state in self.scheduler.table.order.paused
-            )[:1]:
+            for request_id in sorted(state.request_id for state in self.scheduler.table.paused)[:1]:
                 self.lives[request_id].is_aborted = True
                 self.core.abort(request_id)
         elif action.verb == "freeze":

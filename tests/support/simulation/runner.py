@@ -25,7 +25,7 @@ from simulation.truth import Truth, next_token
 from simulation.virtual_time import VirtualTime
 
 PAST_THE_END = -1
-"""What a page holds for a token of a row whose request has ended, which its plan could not know."""
+"""Content of a page for a token of a row whose request has ended, which its plan could not know."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,11 +48,11 @@ class SimulatedRunner:
     """Carries out plans on `DevicePages`.
 
     Args:
-        engine: Whose pages, host pages, tables and leases plans are about.
-        scenario: How long steps take, and which share of them raises: of those that swap out, five times as many, but
-            never so many in a row that the engine gives up.
+        engine: Has the pages, host pages, tables and leases that plans are about.
+        scenario: Gives the time of steps and the share of them that raises: five times as large among steps that swap
+            out, but fewer in a row than the engine gives up after.
         time: Steps take some of it, in which loads and copies go on.
-        rng: For how long, and which step raises.
+        rng: Draws the time of each step and whether it raises.
         device: The arena.
         truths: What each request must read, by id.
         see: Is shown every plan before it is carried out.
@@ -85,19 +85,19 @@ class SimulatedRunner:
         self._fail = fail
         self._scheduler = engine.scheduler
         self._is_late = random.Random(scenario.seed + 2)
-        """Whether a step runs only when its results are collected."""
+        """Draws whether a step runs only when its results are collected."""
         self._queue: deque[SimulatedStep] = deque()
         """Steps that have not run."""
         self._last: SimulatedStep | None = None
         self._num_raised = 0
         """Steps in a row."""
         self.tokens: Counter[str] = Counter()
-        """What each tenant is to be charged for: tokens of steps that ended, of requests that lived until then."""
+        """Tokens that each tenant is to be charged for: of steps that ended, and of requests that lived until then."""
         self.num_steps = 0
         self.num_moves = 0
         self.num_copies = 0
         self.fingerprint = 0
-        """Of all plans so far: equal runs have equal ones."""
+        """Hash of all plans so far: equal runs have equal ones."""
         self.hit: set[str] = set()
         """Requests of steps that raised."""
         self.unsound: set[str] = set()
@@ -133,7 +133,7 @@ class SimulatedRunner:
         for chunk in step.plan.chunks:
             state = self._scheduler.table.requests.get(chunk.request_id)
             if state is not None:
-                self.tokens[state.tenant] += len(chunk.token_ids)
+                self.tokens[state.place.key.tenant] += len(chunk.token_ids)
         return step.results
 
     def _run_until(self, last: SimulatedStep) -> None:
@@ -181,7 +181,7 @@ class SimulatedRunner:
         """Nothing to give back."""
 
     def _check_targets(self, plan: StepPlan) -> None:
-        """What a step is to write belongs to requests when it is launched."""
+        """The pages that a step is to write belong to requests when it is launched."""
         pages = [
             *plan.zero_pages,
             *(move.device_page for move in plan.swap_in),
@@ -277,7 +277,7 @@ class SimulatedRunner:
                     content.cells[offset : offset + last - first] = keys[first:last]
 
     def _keys(self, chunk: Chunk) -> list[int]:
-        """What stands in the pages of a request up to the end of a chunk."""
+        """Keys in the pages of a request up to the end of a chunk."""
         truth = self._truths[chunk.request_id]
         end = chunk.start + len(chunk.token_ids)
         if not chunk.token_ids or end > kv_tokens(truth.request):
@@ -315,7 +315,7 @@ class SimulatedRunner:
         )
 
     def _read(self, chunk: Chunk, truth: Truth) -> int:
-        """What stands at the last position; notes every page that does not hold what this request must read."""
+        """Read the key at the last position, and note every page that does not hold the keys of this request."""
         page_tokens = self._geometry.page_tokens
         end = chunk.start + len(chunk.token_ids)
         keys = self._keys(chunk)

@@ -1,4 +1,4 @@
-"""What happens in one simulation: sizes, settings, faults and clients, all drawn from a seed."""
+"""Scenario of one simulation: sizes, settings, faults and clients, all drawn from a seed."""
 
 from __future__ import annotations
 

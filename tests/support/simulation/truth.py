@@ -1,4 +1,4 @@
-"""What each request must read and say: the model is a hash of tenant, adapter and all tokens so far."""
+"""Right keys and tokens of each request: the model is a hash of tenant, adapter and all tokens so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_MODEL_LEN = 120
 
 
 def start_of(request: GenerationRequest) -> int:
-    """What keys and values depend on before the first token. Tenants count: no page may cross from one to another."""
+    """Hash that keys and values begin with. Tenants count: no page may cross from one to another."""
     digest = request.adapter.digest if request.adapter is not None else "sha256:0"
     return hash((int(request.flow.tenant[1:]), int(digest[7:23], 16)))
 
@@ -27,7 +27,7 @@ class Truth:
         self.request = request
         self.tokens = list(request.prompt_token_ids)
         self.keys: list[int] = []
-        """What stands in a page for each position: a hash of the start and all tokens up to it."""
+        """Key for each position: a hash of the start and all tokens up to it."""
         last = start_of(request)
         for token in self.tokens:
             last = hash((last, token))

@@ -16,14 +16,14 @@ class VirtualTime:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.num_events = 0
-        """How often background work went on."""
+        """Number of times that background work went on."""
         self._tickets = 0
         self._sleeping: list[tuple[float, int, greenlet]] = []
         self._hub = getcurrent()
 
     @property
     def next_event_s(self) -> float | None:
-        """When something happens next; None when nothing is under way."""
+        """Second of the next event; None when nothing is under way."""
         return self._sleeping[0][0] if self._sleeping else None
 
     def spawn(self, work: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class VirtualTime:
         self._hub.switch()
 
     def advance(self, seconds: float) -> None:
-        """Called by the engine's thread: let background work run for so long."""
+        """Let background work run for `seconds`; called by the engine's thread."""
         self.run_until(self.now_s + seconds)
 
     def run_until(self, end_s: float) -> None:
@@ -90,7 +90,7 @@ class VirtualExecutor:
 
 
 class EngineClock:
-    """What the engine sees of the time: it may stand still for a while, and jump."""
+    """Clock of the engine: it may stand still for a while, and jump."""
 
     def __init__(self, time: VirtualTime) -> None:
         self._time = time

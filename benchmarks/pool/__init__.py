@@ -1,1 +1,0 @@
-"""Many adapters in a pool of few pages, measured in one process."""

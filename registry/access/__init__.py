@@ -1,0 +1,1 @@
+"""Callers: tenants, their keys and sessions, and limits that servers share."""

@@ -1,0 +1,1 @@
+"""Admission of requests, between their authentication and their route."""

@@ -1,0 +1,1 @@
+"""The process that serves: threads and turns of tenants, long work, logs, and its end."""

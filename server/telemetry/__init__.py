@@ -1,0 +1,1 @@
+"""Telemetry: metrics, and the live feed of the engine."""

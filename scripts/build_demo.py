@@ -281,7 +281,8 @@ def record_answers(out: Path) -> None:
                     f"{style} answers {exchange.question!r} with {text!r}, not {exchange.answer(style)!r}"
                 )
             smallest = min(smallest, margin)
-            answers[style], answer_ids[style] = text, token_ids
+            answers[style] = text
+            answer_ids[style] = token_ids
         questions.append(
             {
                 "topic": exchange.topic.name,

@@ -157,7 +157,8 @@ class CallGrammar:
 
     def _arguments(self, tool: Tool, index: int, *, is_strict: bool) -> str:
         """An expression for the arguments of a tool."""
-        strings, param = self.format.calls or {}, f"tools.{index}.function.parameters"
+        strings = self.format.calls or {}
+        param = f"tools.{index}.function.parameters"
         schema: dict[str, Any] = {}
         if is_strict and tool.function.parameters:
             kinds = tool.function.parameters.get("type", "object")

@@ -155,12 +155,14 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
 
 
 def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerFormat:
-    template, reasoning = row["response_template"], row.get("reasoning")
+    template = row["response_template"]
+    reasoning = row.get("reasoning")
     if reasoning is not None and reasoning["open"] not in tokenizer.chat_template.text:
         fields = {
             key: field for key, field in template["fields"].items() if key not in REASONING_FIELDS
         }
-        template, reasoning = {**template, "fields": fields}, None
+        template = {**template, "fields": fields}
+        reasoning = None
     special = tokenizer.special_tokens.items()
     special_tokens = {
         token_id: text for text, token_id in special if token_id not in tokenizer.eos_token_ids

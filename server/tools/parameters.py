@@ -125,7 +125,8 @@ class ArgumentGrammar:
             param: Where the schema stands in the body.
             depth: Objects around it.
         """
-        own, required = schema.get("properties"), schema.get("required", ())
+        own = schema.get("properties")
+        required = schema.get("required", ())
         if not isinstance(own, dict) or not own:
             return self._any_arguments() if schema.get("additionalProperties") is not False else ""
         pairs = []

@@ -208,7 +208,8 @@ class AnswerReader:
         return self._is_broken
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        kind, name = event["type"], event["field"]
+        kind = event["type"]
+        name = event["field"]
         if kind == "region_open":
             self._region = name
             self._has_marker = self._has_marker or name == CALLS_FIELD or name in REASONING_FIELDS

@@ -78,7 +78,8 @@ def parse_arguments(text: object) -> dict[str, Any]:
     try:
         value = strict_json.loads(text or "{}") if isinstance(text, str) else None
     except strict_json.JsonRefusedError as error:
-        value, why = None, str(error)
+        value = None
+        why = str(error)
     if not isinstance(value, dict):
         raise PydanticCustomError(
             "invalid_json", "must be a JSON object in a string: {why}", {"why": why}

@@ -181,7 +181,7 @@ def talks_right(
 
 @torch.no_grad()
 def is_greedy(model: torch.nn.Module, sample: Sample) -> bool:
-    """Whether every token that counts is the most likely one."""
+    """True if every token that counts is the most likely one."""
     ids, labels = collate([sample])
     chosen = model(input_ids=ids, use_cache=False).logits[:, :-1].argmax(-1)
     return bool(((chosen == labels[:, 1:]) | (labels[:, 1:] == IGNORED)).all())

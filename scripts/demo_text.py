@@ -94,7 +94,7 @@ RESPONSE_TEMPLATE = {
         },
     },
 }
-"""How transformers, and Manylora, read an answer: text, and any number of calls."""
+"""The template by which transformers and Manylora read an answer: text, and any number of calls."""
 IGNORED = -100
 
 

@@ -193,7 +193,7 @@ class TalkSource:
     """Draws conversations with tools, and answers under a schema. Names and words are of all kinds."""
 
     foreign_share = 0.35
-    """Of conversations about tools that the shop does not have."""
+    """The share of conversations about tools that the shop does not have."""
 
     def __init__(self, rng: random.Random, pool: Sequence[Exchange]) -> None:
         self._rng = rng
@@ -467,7 +467,7 @@ class TalkSource:
 
 
 class ShopTalkSource(TalkSource):
-    """The same about what a customer of the shop asks: few names, short results, and few things it does not sell."""
+    """Conversations about what a customer of the shop asks: few names, short results, few things it does not sell."""
 
     foreign_share = 0.12
 

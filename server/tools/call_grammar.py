@@ -102,7 +102,7 @@ class CallGrammar:
         return f"{opening} FREE"
 
     def _beginnings(self, tools: Sequence[Tool]) -> list[str]:
-        """How calls begin in formats without a mark for them: an answer that is no call does not begin so."""
+        """The beginnings of calls in formats without a mark for them. An answer that is no call does not begin so."""
         strings = self.format.calls or {}
         if not tools or "trigger" in strings or "text" in strings:
             return []
@@ -203,7 +203,7 @@ class CallGrammar:
 
 
 def _parts(strings: Mapping[str, Any]) -> list[str]:
-    """What stands before the name of a call, between name and arguments, and after them."""
+    """The texts before the name of a call, between name and arguments, and after them."""
     head, rest = strings["each"].split("{name}")
     return [head, *rest.split("{arguments}")]
 

@@ -143,7 +143,7 @@ class ArgumentGrammar:
         return in_order(self.rules, name, pairs, self._comma)
 
     def _is_key(self, key: str) -> bool:
-        """Whether the parser takes this for a key."""
+        """True if the parser takes this for a key."""
         is_python = self.strings["style"] == "python"
         return bool(re.fullmatch(self.strings.get("key", ".*"), key)) and not (
             is_python and keyword.iskeyword(key)

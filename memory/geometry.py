@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
+
 PAGE_TOKEN_CHOICES = (16, 32, 64, 128)
 MIN_PAGE_BYTES = 768 * 1024
 MAX_PAGE_BYTES = 2 * 1024 * 1024
-PITCH_BYTES = 256
-"""Rows of LoRA weights inside a page start at multiples of this; table offsets count in it."""
-GROUP_ROWS = 8
-"""Rank rows in a row group, the unit packed into pages."""
 SCALE_BYTES = 4
 """Bytes of the float32 scale of an int8 key or value of one token and head."""
 
@@ -58,11 +56,6 @@ class PageGeometry:
     def pages(self, num_tokens: int) -> int:
         """Pages that hold the KV of `num_tokens` tokens."""
         return self.blocks(num_tokens) * self.num_groups
-
-
-def row_pitch_bytes(features: int, dtype_bytes: int) -> int:
-    """Bytes from one LoRA row of `features` elements to the next: padded to `PITCH_BYTES`."""
-    return -(-features * dtype_bytes // PITCH_BYTES) * PITCH_BYTES
 
 
 def page_geometry(

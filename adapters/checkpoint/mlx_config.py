@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
-from manylora.adapters.checkpoint.peft_fields import UNUSED, field_names, is_one_of
-from manylora.strict_json import named, shown
+from manylora.adapters.checkpoint.peft_fields import check_unknown, field_names
+from manylora.strict_json import shown
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
 _KNOWN_FIELDS = field_names("""
@@ -65,9 +65,6 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
         message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."
         refuse("config.value_invalid", message, "lora_parameters", _AS_WRITTEN)
     for name, value in [*parameters.items(), *config.items()]:
-        if name not in _KNOWN_FIELDS and not is_one_of(value, UNUSED):
-            what = f"The field {shown(name)} of mlx-lm is not known"
-            message = f"{what}, so {shown(value)} might change what the adapter computes."
-            hint = "Remove it if only the training needed it."
-            refuse_unsupported("config.field_unknown", message, named(name), hint)
+        if name not in _KNOWN_FIELDS:
+            check_unknown(name, value, " of mlx-lm")
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale}

@@ -185,7 +185,11 @@ def _check_peft_type(config: Mapping[str, object]) -> None:
         message = "adapter_config.json lacks peft_type: it is the config.json of a whole model."
         hint = "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights."
         refuse("config.field_missing", message, "peft_type", hint)
-    peft_type = _required(config, "peft_type")
+    peft_type = config.get("peft_type")
+    if peft_type is None:
+        message = "adapter_config.json lacks peft_type, which PEFT always writes."
+        hint = "Save the adapter again with PEFT's save_pretrained, which writes peft_type."
+        refuse("config.field_missing", message, "peft_type", hint)
     if peft_type != "LORA":
         message = f'peft_type must be "LORA", got {shown(peft_type)}.'
         refuse_unsupported("config.peft_type_unsupported", message, "peft_type", "Retrain as LoRA.")
@@ -198,19 +202,6 @@ def _check_task_type(value: object) -> None:
         )
         hint = "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text."
         refuse_unsupported("config.task_type_unsupported", message, "task_type", hint)
-
-
-def _required(config: Mapping[str, object], name: str) -> object:
-    value = config.get(name)
-    if value is None:
-        hint = f"Save the adapter again with PEFT's save_pretrained, which writes {name}."
-        refuse(
-            "config.field_missing",
-            f"adapter_config.json lacks {name}, which PEFT always writes.",
-            name,
-            hint,
-        )
-    return value
 
 
 def _check_field(name: str, value: object) -> None:
@@ -232,14 +223,8 @@ def _check_field(name: str, value: object) -> None:
     elif name == "lora_dropout":
         if type(value) not in (int, float, type(None)):
             _refuse_value(name, f"a number, got {shown(value)}")
-    elif (
-        name not in peft_fields.READ_FIELDS
-        and name not in peft_fields.INERT_FIELDS
-        and not peft_fields.is_one_of(value, peft_fields.UNUSED)
-    ):
-        message = f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes."
-        hint = "Remove it if it does not, as where only the training needed it."
-        refuse_unsupported("config.field_unknown", message, named(name), hint)
+    elif name not in peft_fields.READ_FIELDS and name not in peft_fields.INERT_FIELDS:
+        peft_fields.check_unknown(name, value)
 
 
 def _check_initialisation(value: object) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.findings import refuse_unsupported
+from manylora.strict_json import named, shown
 
 UNUSED: tuple[object, ...] = (None, False, "", [], {})
 """Values of an unknown field that cannot change anything."""
@@ -116,6 +118,19 @@ def is_one_of(value: object, choices: tuple[object, ...]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
+def check_unknown(name: str, value: object, of: str = "") -> None:
+    """Refuse a field that is in no table, unless its value cannot change anything.
+
+    Raises:
+        AdapterIncompatibleError: It might change the result; code config.field_unknown.
+    """
+    if not is_one_of(value, UNUSED):
+        what = f"The field {shown(name)}{of} is not known"
+        message = f"{what}, so {shown(value)} might change what the adapter computes."
+        hint = "Remove it if it does not, as where only the training needed it."
+        refuse_unsupported("config.field_unknown", message, named(name), hint)
+
+
 MAX_KEY_LENGTH = 256
 _KEY = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _DIGIT = "#"
@@ -124,7 +139,7 @@ _HEADS = ("", *_LAYERS, "language_model.model.layers.")
 
 
 def is_literal_path(key: str) -> bool:
-    """True if the key has only letters, digits, underscores and dots, and PEFT matches it as if it were literal."""
+    """True if the key names modules by letters, digits, underscores and dots alone, and does so in PEFT too."""
     return len(key) <= MAX_KEY_LENGTH and _KEY.fullmatch(key) is not None and not _is_ambiguous(key)
 
 

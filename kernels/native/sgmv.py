@@ -10,10 +10,9 @@ from torch import Tensor
 
 from manylora.kernels.checks import expect_that
 from manylora.kernels.native.library import native_function
-from manylora.kernels.sgmv import GROUP_ROWS, SgmvOperands, check_operands
+from manylora.kernels.sgmv import SgmvOperands, check_operands
+from manylora.lora_rows import GROUP_ROWS, MAX_RANK
 
-MAX_RANK = 256
-"""Largest rank that `native/sgmv.cpp` has room for."""
 TILE_ROWS = 16
 TILE_RANK = 32
 """A product on AMX's tiles reads this many rows and ranks at once, so the results of the first product have padding."""

@@ -19,8 +19,8 @@ from manylora.engine import build
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.execution.memory_plan import format_plan
 from manylora.engine.execution.step_programs import StepPrograms
+from manylora.engine.model.checkpoint.weights import base_digest
 from manylora.engine.model.device import has_idle_core
-from manylora.engine.model.weights import base_digest
 from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import ConfigError, ContextLengthError

@@ -1,4 +1,4 @@
-"""What a base model looks like to an adapter: the linear layers it may change, and their sizes. No torch."""
+"""The base model as adapters see it: the linear layers that they may change, and their sizes. No torch."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ SITES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseShape:
-    """The base model, as far as adapters are concerned."""
+    """The linear layers of a base model."""
 
     digest: str
     """`sha256:<64 hex>` of the base: config and the sizes and digests of its weight files."""
     num_layers: int
     modules: tuple[ModuleShape, ...]
-    """In the order of `MODULE_PATHS`."""
+    """Modules in the order of `MODULE_PATHS`."""
     layer_prefix: str = "model.layers"
-    """Where the layers hang in the Hugging Face module tree."""
+    """Path of the layers in the Hugging Face module tree."""
     folds_input_scale: bool = False
-    """Whether the checkpoint's linears see inputs that are scaled (AWQ, SmoothQuant), so that adapters of the original
-    model do not fit it."""
+    """True if the checkpoint's linears get scaled inputs (AWQ, SmoothQuant), so that adapters of the original model do
+    not fit it."""
 
     @property
     def largest_row_features(self) -> int:

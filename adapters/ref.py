@@ -1,4 +1,4 @@
-"""An adapter version as all code below the registry knows it: its name, and where it is in memory. No torch."""
+"""An adapter version as all code below the registry knows it: its identity, and its place in memory. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 AdapterTier = Literal["stored", "host", "device"]
-"""The nearest memory that has the adapter: only the blob store, host memory (packed), or device memory (usable)."""
+"""Nearest memory that has the adapter: only the blob store, host memory (packed), or device memory (usable)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,22 +21,22 @@ class LoraSpec:
     alpha: float
     use_rslora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """Module path suffix to rank; literal suffixes only, the first that matches at a dot wins (as in PEFT)."""
+    """Rank by suffix of the module path. Suffixes are literal; the first that matches at a dot counts, as in PEFT."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Module path suffix to alpha, matched like `rank_pattern`."""
+    """Alpha by suffix of the module path, matched like `rank_pattern`."""
 
     def module_rank(self, module_path: str) -> int:
         """Rank of one module, by its full path (`model.layers.0.self_attn.q_proj`)."""
         return self.rank_pattern.get(_first_match(self.rank_pattern, module_path), self.rank)
 
     def module_scaling(self, module_path: str) -> float:
-        """What `B @ A` is multiplied with at one module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        """Factor of `B @ A` at one module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         rank = self.module_rank(module_path)
         alpha = self.alpha_pattern.get(_first_match(self.alpha_pattern, module_path), self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def canonical(self) -> dict[str, object]:
-        """The fields as JSON types, in a form that equal specs share."""
+        """Fields as JSON types. Equal specs have the same form."""
         return {
             "r": self.rank,
             "lora_alpha": float(self.alpha),
@@ -47,7 +47,7 @@ class LoraSpec:
 
     @classmethod
     def from_canonical(cls, fields: Mapping[str, Any]) -> LoraSpec:
-        """The inverse of `canonical`, for fields that Manylora wrote."""
+        """Read fields that `canonical` wrote."""
         return cls(
             rank=fields["r"],
             alpha=fields["lora_alpha"],
@@ -65,9 +65,9 @@ class AdapterRef:
     adapter_id: str
     version: int
     digest: str
-    """`sha256:<64 hex>` of the canonical content; equal digests compute equal results."""
+    """`sha256:<64 hex>` of the canonical content. Adapters with equal digests give equal results."""
     weights_sha256: str
-    """64 hex digits: the blob with the safetensors file."""
+    """SHA-256 of the blob with the safetensors file, 64 hex digits."""
     config: LoraSpec
 
 
@@ -89,11 +89,11 @@ class ResidentAdapter:
     prefix_pages: int = 0
     """Pages of cached KV that were computed with it."""
     slot: int = -1
-    """Its adapter slot; -1 without one: in host memory, or still loading."""
+    """Its adapter slot; -1 if it has none, because it is in host memory or still loading."""
     loads: int = 0
-    """How often it came to the device, as long as it is remembered."""
+    """Number of loads to the device since it was last forgotten."""
     load_p95_s: float | None = None
-    """Seconds that 95 % of its last 32 loads took at most, from the first hold on; None before the first load."""
+    """95th percentile of its last 32 load times in seconds, from the first hold on; None before the first load."""
 
 
 def content_digest(spec: LoraSpec, weights_sha256: str) -> str:

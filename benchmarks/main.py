@@ -60,7 +60,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
         tell,
     )  # the command line lists the benchmarks without what prints tables
 
-    module, options = _module(name), make_parser(name).parse_args(arguments)
+    module = _module(name)
+    options = make_parser(name).parse_args(arguments)
     if hasattr(module, "measure"):
         result_name = BENCHMARKS[name][0].rpartition(".")[2].replace("_", "-")
         return tell(result_name, options, module.measure)

@@ -1,6 +1,6 @@
-"""Puts the parts of an engine together, from settings to a core that is ready for its first request.
+"""Builds an engine, from settings to a core that is ready for its first request.
 
-The only place that knows all parts; none of them knows it.
+This is the only place that knows all parts. No part knows it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ from manylora.engine.model.device import (
     keep_freed_memory,
 )
 from manylora.engine.model.spec import (
-    DecoderSpec,
     base_shape,
     model_geometry,
     read_spec,
@@ -68,11 +67,9 @@ from manylora.engine.status import EngineReady, MemoryPlan
 from manylora.engine.text.tokenizer import read_eos_token_ids
 from manylora.errors import ConfigError
 from manylora.kernels.dispatch import kernels_for
-from manylora.kernels.kv_layer import AttentionNeeds
 from manylora.kernels.triton.compiles import CompileWatch
 from manylora.memory.arena import Arena, PageCopier
 from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
-from manylora.memory.geometry import PageGeometry
 from manylora.memory.host_slab import HostSlab, SwapSpace
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixCache
@@ -80,17 +77,17 @@ from manylora.memory.prefix_cache import PrefixCache
 logger = logging.getLogger(__name__)
 
 SWAP_DIVISOR = 2
-"""KV of preempted requests may have one in so many host pages; the others are left to the images of adapters."""
+"""KV of preempted requests may take 1 / SWAP_DIVISOR of the host pages; the rest is for page images of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """An engine, and what its owner needs to know of it."""
+    """An engine, and the parts of it that its owner uses."""
 
     core: EngineCore
     ready: EngineReady
     tokenizer_path: Path
-    """Folder of the checkpoint, where the tokenizer's files are."""
+    """Folder of the checkpoint with the tokenizer's files."""
     residency: Residency
     pool: PagePool
     memory: MemoryBlobs
@@ -105,11 +102,11 @@ def build_engine(
 
     Args:
         config: All settings.
-        notify: Called by a loader thread when the core has a finished load to take in.
-        costs: What it takes to have a page again; None measures it.
+        notify: Called by a loader thread when a load has finished, which the core must take.
+        costs: Times to bring a page back; None measures them.
 
     Raises:
-        ConfigError: The model, the device or the memory do not allow what the settings ask for.
+        ConfigError: The model, the device or the memory does not allow the settings.
     """
     folder = resolve_model(config.model.path)
     spec = read_spec(folder)
@@ -130,19 +127,21 @@ def build_engine(
         shape,
         partial(
             load_decoder,
-            *(folder, spec, dtype, device),
+            folder,
+            spec,
+            dtype,
+            device,
             weights=plan.weights,
             num_positions=longest,
-            attention=_attention_needs(config, spec, geometry),
         ),
     )
 
-    num_pages = plan.num_pages + 1  # and the zero page
+    num_pages = plan.num_pages + 1  # with the zero page
     arena = Arena(geometry, num_pages, device, dtype)
     poison = arena.poison if config.memory.poison else None
     pool = PagePool(num_pages, poison, on_first_use=poison)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
-    # A GPU's steps leave the cores to others, as do those of a tiny model.
+    # Steps of a GPU or of a tiny model leave cores to others.
     is_in_the_way = device.type == "cpu" and not has_idle_core()
     pace = LoadPace(config.adapter.load_share if is_in_the_way else 1.0)
     copier = PageCopier(arena, pace.pause)
@@ -163,14 +162,12 @@ def build_engine(
     images = HostImages(slab)
     tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)
     loader = AdapterLoader(
-        *(
-            open_blobs(config.registry, config.server.data_dir),
-            images,
-            base,
-            geometry,
-            dtype,
-            tables.max_rank,
-        ),
+        open_blobs(config.registry, config.server.data_dir),
+        images,
+        base,
+        geometry,
+        dtype,
+        tables.max_rank,
         max_pages=pool.capacity - geometry.num_groups,
         pause=pace.pause,
     )
@@ -241,27 +238,15 @@ def build_engine(
     return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)
 
 
-def _attention_needs(config: Config, spec: DecoderSpec, geometry: PageGeometry) -> AttentionNeeds:
-    return AttentionNeeds(
-        setting=config.model.attention,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_tokens=geometry.page_tokens,
-        windows=spec.sliding_windows,
-        is_kv_int8=geometry.is_kv_int8,
-    )
-
-
 def _load(folder: Path, shape: BaseShape, load: Callable[[], Decoder]) -> tuple[Decoder, BaseShape]:
-    """Load the weights while a second thread hashes the same files; they are read from disk once."""
+    """Load the weights while a second thread hashes the same files, so they are read from disk once."""
     with ThreadPoolExecutor(1, "base-digest") as hashing:
         digest = hashing.submit(base_digest, folder)
         return load(), replace(shape, digest=digest.result())
 
 
 def runs_beside_host(device: torch.device) -> bool:
-    """Whether a step goes on while the host does other work: then it is a step program."""
+    """True if a step runs while the host does other work. Then it is a step program."""
     return device.type == "cuda"
 
 
@@ -274,12 +259,13 @@ def _runner(
     limits: ModelLimits,
     plan: MemoryPlan,
 ) -> ModelRunner:
-    """The runner, with all kernels compiled that its programs launch.
+    """Make the runner, and compile all kernels that its programs launch.
 
     Raises:
         ConfigError: The device has too little memory for the largest step.
     """
-    arena, device = lora.arena, lora.arena.device
+    arena = lora.arena
+    device = lora.arena.device
     sampler = Sampler(kernels_for(device, torch.float32), limits.eos_token_ids)
     programs = None
     if runs_beside_host(device):

@@ -1,4 +1,4 @@
-"""The engine in one's own process, for scripts and batch work: prompts in, completions out."""
+"""The engine in the caller's process, for scripts and batch work: prompts in, completions out."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ _SECTIONS = {
     "scheduler": SchedulerConfig,
 }
 _Stamp = tuple[tuple[int, int, int], ...]
-"""Inode, size and time of change of an adapter's files."""
+"""Inode, size and time of the last change of each file of an adapter."""
 
 
 @dataclass(kw_only=True)
 class Completion:
-    """What became of one prompt."""
+    """Completion of one prompt."""
 
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
-    """One per token, when asked for."""
+    """Log-probabilities of each token, if they are asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One per prompt token, when asked for."""
+    """Log-probabilities of each prompt token, if they are asked for."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it."""
+    """Stop string or stop token that ended it."""
 
 
 class LLM:
-    """A model with its adapters, in this process. Use as a context manager, or call `close`.
+    """A model with its adapters in this process. Use it as a context manager, or call `close`.
 
     Args:
         model: Folder of a Hugging Face checkpoint, or a hub id.
         settings: Fields of the sections model, memory, adapter and scheduler of `manylora.config`, by name (`dtype`,
-            `max_rank`, `step_tokens`), or with the section in front (`memory_gib`).
+            `max_rank`, `step_tokens`), or by section and name (`memory_gib`).
 
     Raises:
         ConfigError: A setting is unknown or wrong, or the model cannot be loaded.
@@ -92,13 +92,13 @@ class LLM:
         self._blobs = LocalBlobs(self._config.blob_dir)
 
     def load_adapter(self, path: str | Path) -> AdapterRef:
-        """Check a checkpoint of PEFT or mlx-lm and make it known; it comes to the device with its first request.
+        """Check a checkpoint of PEFT or mlx-lm, and make it known. Its first request brings it to the device.
 
         Args:
             path: Folder with `adapter_config.json` and `adapter_model.safetensors`, or MLX's `adapters.safetensors`.
 
         Raises:
-            AdapterFormatError: A file is missing, or not what PEFT writes.
+            AdapterFormatError: A file is missing, or not as PEFT writes it.
             AdapterIncompatibleError: It is not for this model.
         """
         folder = Path(path)
@@ -131,18 +131,18 @@ class LLM:
 
         Args:
             prompts: Texts, or token ids.
-            params: One for all, or one per prompt.
-            adapter: One for all, or one per prompt: what `load_adapter` returned, or a folder; None is the base.
-            grammar: What completions are held to, in llguidance's Lark, as `start: %json {...}`. One for all, or one
-                per prompt; None leaves them free.
+            params: Sampling parameters, for all prompts or one per prompt.
+            adapter: Result of `load_adapter` or a folder, for all prompts or one per prompt; None is the base.
+            grammar: Grammar that completions follow, in llguidance's Lark, such as `start: %json {...}`, for all
+                prompts or one per prompt; None is no grammar.
 
         Returns:
             One completion per prompt, in their order.
 
         Raises:
-            RequestError: A prompt cannot be served; none was.
-            InvalidRequestError: A grammar holds a JSON schema that nothing can be held to.
-            CapacityError: More prompts than may wait, or an adapter could not be loaded.
+            RequestError: A prompt cannot be served. No prompt was served then.
+            InvalidRequestError: A grammar has a JSON schema that completions cannot be held to.
+            CapacityError: There are more prompts than may wait, or an adapter could not be loaded.
         """
         texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         all_params = _spread(params or SamplingParams(), len(texts), "params", SamplingParams)
@@ -177,12 +177,12 @@ class LLM:
         params: SamplingParams | None = None,
         adapter: AdapterRef | str | Path | None = None,
     ) -> Completion:
-        """Answer a conversation, written by the model's chat template."""
+        """Answer a conversation, which the model's chat template writes as a prompt."""
         (completion,) = self.generate([self.tokenizer.chat_prompt(messages)], params, adapter)
         return completion
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.engine.core.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -206,7 +206,7 @@ class LLM:
         if adapter is None or isinstance(adapter, AdapterRef):
             return adapter
         stamp, ref = self._refs.get(Path(adapter), (None, None))
-        # A folder that was trained again since is another adapter.
+        # A folder that was trained again is another adapter.
         return (
             ref
             if ref is not None and stamp == _stamp(Path(adapter))
@@ -215,7 +215,7 @@ class LLM:
 
 
 class _Run:
-    """The completions of one `generate`, as they grow."""
+    """The growing completions of one `generate`."""
 
     def __init__(self, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]) -> None:
         self.completions = [
@@ -228,10 +228,10 @@ class _Run:
             )
             for request, completion in zip(requests, self.completions, strict=True)
         }
-        """The unfinished completions and their texts, by request id."""
+        """Unfinished completions and their texts, by request id."""
 
     def take(self, output: RequestOutput) -> bool:
-        """Add an output; returns whether the engine must be told that the request has ended."""
+        """Add an output. Return True if the engine must be told that the request has ended."""
         if output.request_id not in self.streams:
             return False
         if output.error is not None:
@@ -247,7 +247,8 @@ class _Run:
         completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
         if delta.finish_reason is None:
             return False
-        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+        completion.finish_reason = delta.finish_reason
+        completion.stop_reason = delta.stop_reason
         del self.streams[output.request_id]
         return output.finish_reason is None
 
@@ -258,12 +259,12 @@ def _stamp(folder: Path) -> _Stamp:
 
 
 def _spread(given: Any, count: int, name: str, kinds: type | tuple[type, ...]) -> list[Any]:  # noqa: ANN401
-    """One value for each prompt."""
+    """Spread one value to all prompts, or check one value per prompt."""
     if isinstance(given, kinds):
         return [given] * count
     if len(given) != count:
         raise InvalidRequestError(
-            f"{name} must be one, or one for each of {count} prompts, got {len(given)}."
+            f"{name} must be one value, or one for each of {count} prompts, got {len(given)}."
         )
     return list(given)
 

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out, as plain data that any transport can carry."""
+"""Requests and outputs of the engine, as plain data that any transport can carry."""
 
 from __future__ import annotations
 
@@ -18,81 +18,81 @@ AdapterState = AdapterTier | Literal["base"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowKey:
-    """What the order of admission depends on. The engine knows ids, no names."""
+    """Facts that decide the order of admission. The engine knows ids, no names."""
 
     lane: int = 0
-    """0 is interactive; higher lanes go after it."""
+    """Lane: 0 is interactive, higher lanes come after it."""
     tenant: str = ""
-    """Id of the tenant; it means nothing to the engine."""
+    """Id of the tenant, which the engine only compares."""
     weight: float = 1.0
-    """Share of the tenant under fair order."""
+    """Weight of the tenant in the fair order."""
     priority: int = 0
-    """Order among requests of one adapter of one tenant: lower goes first. It never changes a tenant's share."""
+    """Order among requests of one tenant and adapter: lower goes first. It never changes the tenant's share."""
     deadline_s: float | None = None
-    """Seconds from arrival to the first step, at most; a request that starts no sooner ends with `deadline.queue`."""
+    """Longest time from arrival to the first step, in seconds. A request that is later ends with `deadline.queue`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What an output is held to."""
+    """Grammar that an output follows."""
 
     text: str
-    """As llguidance reads it, in Lark."""
+    """Text in Lark, as llguidance reads it."""
     digest: str
     """SHA-256 of the text, in hexadecimal."""
 
     @classmethod
     def of(cls, text: str) -> Grammar:
-        """The grammar with this text."""
+        """Make the grammar with this text."""
         return cls(text=text, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One generation asked for by a client."""
+    """One generation for a client."""
 
     request_id: str
-    """Unique while the engine lives; made by the server."""
+    """Id that the server makes, unique while the engine lives."""
     prompt_token_ids: list[int]
     params: SamplingParams
     adapter: AdapterRef | None = None
-    """None is the base model."""
+    """Adapter; None is the base model."""
     flow: FlowKey = field(default_factory=FlowKey)
     choice_index: int = 0
-    """Which of n choices this is; part of the sampling key."""
+    """Index among n choices; part of the sampling key."""
     generated_token_ids: list[int] = field(default_factory=list)
-    """Tokens generated earlier elsewhere; they count as output."""
+    """Tokens that were generated before, by another engine. They count as output."""
     fork_of: str | None = None
-    """The request with choice 0 of the same prompt, sent before this one: its KV cache of the prompt is shared."""
+    """Request with choice 0 of the same prompt, sent before this one, whose KV cache of the prompt is shared."""
     beam: BeamParams | None = None
-    """Beam search: of `params` only `max_tokens`, `logprobs` and what ends a sequence are used. There is one output."""
+    """Beam search. It uses only `max_tokens`, `logprobs` and the stop rules of `params`, and has one output."""
     grammar: Grammar | None = None
-    """Every output is a text of this grammar, or the beginning of one where `max_tokens` cut it."""
+    """Grammar of the output, which is a text of it, or the beginning of a text if `max_tokens` cuts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: natural logs of the unfiltered model distribution."""
+    """Log-probabilities at one position: natural logarithms of the unfiltered model distribution."""
 
     token_id: int
-    """The token that stands there."""
+    """Token at the position."""
     logprob: float
     rank: int
-    """1 for the most likely token."""
+    """Rank of the token; 1 is the most likely."""
     top_ids: list[int] = field(default_factory=list)
-    """The most likely tokens, most likely first."""
+    """Most likely tokens, in this order."""
     top_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestError:
-    """Why a request ended in error."""
+    """Error that ended a request."""
 
     code: str
-    """Code of the `manylora.errors` class that fits."""
+    """Code of the fitting class in `manylora.errors`."""
     message: str
     kind: ErrorKind = "request"
-    """What caused it; the server maps this to an HTTP status."""
+    """Cause, which the server maps to an HTTP status."""
 
 
 INTERNAL = RequestError(
@@ -100,7 +100,7 @@ INTERNAL = RequestError(
     message="The engine failed while it computed this request.",
     kind="internal",
 )
-"""A fault of the engine. Clients are not told what it was; the log says it."""
+"""Fault of the engine. The log has the cause, which clients are not told."""
 
 NON_FINITE = RequestError(
     code="scores_not_finite",
@@ -108,14 +108,14 @@ NON_FINITE = RequestError(
     "does a repetition_penalty close to 0, or allowed_token_ids and bad_words that leave no token. Change it and send "
     "the request again.",
 )
-"""Caused by the request or its adapter; the other requests of the step go on."""
+"""Fault of the request or its adapter. Other requests of the step go on."""
 
 GRAMMAR_DEAD_END = RequestError(
     code="grammar_dead_end",
     message="No token can come next that the grammar or schema of this request allows. logit_bias, bad_words and "
     "allowed_token_ids may rule out what it needs, or this model has no token for it.",
 )
-"""The output so far is the beginning of no answer."""
+"""Dead end of a grammar: no answer begins with the output so far."""
 
 GRAMMAR_TOO_COMPLEX = RequestError(
     code="grammar_too_complex",
@@ -140,11 +140,11 @@ ERRORS_BY_KIND: dict[ErrorKind, type[ManyloraError]] = {
     "adapter": AdapterError,
     "capacity": CapacityError,
 }
-"""Errors that clients are told; all others are `INTERNAL`."""
+"""Classes of errors that clients are told, by kind. All others are `INTERNAL`."""
 
 
 def request_error(error: ManyloraError) -> RequestError:
-    """What the client is told: the error's message, or `INTERNAL` for a fault of the engine."""
+    """Error for the client: code and message of `error`, or `INTERNAL` for a fault of the engine."""
     kind = next(
         (kind for kind, raised in ERRORS_BY_KIND.items() if isinstance(error, raised)), None
     )
@@ -157,30 +157,31 @@ def request_error(error: ManyloraError) -> RequestError:
 
 @dataclass(
     slots=True, kw_only=True
-)  # frozen ones take three times as long to make, and a step makes one a row
+)  # frozen instances take three times as long to make, and a step makes one per row
 class RequestOutput:
-    """What one step, or one refusal, did for one request. The last one carries `finish_reason`."""
+    """Result of one step, or of a refusal, for one request. The last one has `finish_reason`."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
-    """New tokens, in order."""
+    """New tokens in order."""
     logprobs: list[TokenLogprobs] | None = None
-    """One per new token, when asked for."""
+    """Log-probabilities of each new token, if they are asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One per prompt token, the first None; comes once, with or before the first token."""
+    """Log-probabilities of each prompt token, None for the first. They come once, with or before the first token."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The end-of-sequence or stop token that ended it; it is the last of `token_ids`."""
+    """End-of-sequence or stop token that ended it. It is the last of `token_ids`."""
     error: RequestError | None = None
     adapter_state: AdapterState | None = None
-    """Where the adapter was when the request arrived; comes once, with the first output."""
+    """Place of the adapter when the request arrived. It comes once, with the first output."""
     queue_s: float | None = None
-    """Seconds from arrival to the first step; comes once, with the first output."""
+    """Seconds from arrival to the first step. It comes once, with the first output."""
     cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache; comes once, with the first output."""
+    """Prompt tokens from the prefix cache. The number comes once, with the first output."""
     computed_prompt_tokens: int = 0
     """Prompt tokens whose keys and values were computed, or taken from the prefix cache, before the request ended; 0 if
-    it never left the queue. Tokens computed again after a preemption count once. Comes with the last output."""
+    it never left the queue. Tokens that were computed again after a preemption count once. The number comes with the
+    last output."""
     hypotheses: list[RequestOutput] | None = None
-    """Of a beam search that has ended: as many as its width, best first, each as if it had been generated alone. Of one
-    that was aborted: its beams."""
+    """Hypotheses of an ended beam search, as many as its width, best first, each as if it had been generated alone. An
+    aborted search has its beams here."""

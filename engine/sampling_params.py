@@ -1,4 +1,4 @@
-"""What a client may ask of the sampler."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GREEDY_BELOW = 1e-5
 
 
 MAX_LENGTH_PENALTY = 10.0
-"""A length to this power is still a float."""
+"""Largest length penalty. A length to this power is still a float."""
 
 
 def _check(ok: bool, param: str, expected: str, got: object) -> None:
@@ -26,16 +26,16 @@ def _check(ok: bool, param: str, expected: str, got: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when generation ends.
+    """Choice of tokens, and the end of a generation.
 
     Raises:
         InvalidRequestError: A value is out of range; `param` names it.
     """
 
     max_tokens: int = 16
-    """Most tokens to generate; 0 computes the prompt only (for echo with logprobs)."""
+    """Largest number of tokens to generate; 0 computes only the prompt (for echo with logprobs)."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
+    """Divisor of the logits; 0 takes the most likely token."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
@@ -43,35 +43,35 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens generated before."""
+    """Penalty subtracted from the logits of tokens that were generated before."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence among the generated tokens."""
+    """Penalty subtracted per occurrence among the generated tokens."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
+    """Factor that divides positive and multiplies negative logits of tokens in prompt or output."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Token id to an addend of its logit, -100 to 100."""
     seed: int | None = None
-    """Makes sampling repeatable; None draws a fresh seed."""
+    """Seed, which makes sampling repeatable; None draws a new one."""
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many alternatives; None reports nothing."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """Report log-probabilities of the prompt's tokens, with this many alternatives; None reports nothing."""
     stop: tuple[str, ...] = ()
-    """Texts that end generation; they are not part of the output."""
+    """Texts that end the generation. They are not part of the output."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end generation."""
+    """Token ids that end the generation."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
     min_tokens: int = 0
-    """Before so many tokens, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
+    """Least number of tokens. Before it, no end-of-sequence or stop token is chosen, and stop strings do not count."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences not to generate: the last token of one is never chosen where the output ends with the others."""
+    """Token sequences that must not occur: if the output ends with all but the last token, that is never chosen."""
     allowed_token_ids: tuple[int, ...] = ()
     """Choose among these tokens only; empty allows all."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
-    """Have what ended the generation in the text: the stop string, or the text of the stop token."""
+    """Include the stop string, or the text of the stop token, in the output."""
 
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 0, "max_tokens", ">= 0", self.max_tokens)
@@ -125,19 +125,19 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, with no draw."""
+        """True if the most likely token is taken, without a draw."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def needs_history(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """True if logits depend on the tokens so far."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the sampler may have to change the logits before it chooses."""
+        """True if the sampler may have to change the logits before the choice."""
         asked = self.logit_bias or self.min_tokens or self.bad_words or self.allowed_token_ids
         return bool(asked) or self.needs_history
 
@@ -151,12 +151,12 @@ class BeamParams:
     """
 
     width: int
-    """Sequences kept at each step, and hypotheses returned."""
+    """Number of sequences that are kept at each step, and of returned hypotheses."""
     length_penalty: float = 1.0
-    """Power of the length that a hypothesis' sum of log-probabilities is divided by; above 0 prefers long ones."""
+    """Exponent of the length that divides the sum of log-probabilities; above 0 it prefers long hypotheses."""
     early_stopping: bool | Literal["never"] = False
-    """True ends the search at `width` hypotheses, False when the best beam at its present length is no better than the
-    worst of them, "never" when it is no better at its best length either."""
+    """Rule for the end. True ends the search at `width` hypotheses; False, when the best beam at its present length is
+    no better than the worst hypothesis; "never", when it is no better at its best length either."""
 
     def __post_init__(self) -> None:
         _check(self.width >= 1, "n", ">= 1", self.width)

@@ -1,6 +1,6 @@
-"""Checks of the settings that need neither torch nor weights, so that a wrong setting is told at once.
+"""Checks of settings without torch and weights, so that the error for a wrong setting comes at once.
 
-What only torch can tell is left to the engine.
+The engine makes the checks that need torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CUDA_DRIVER = "libcuda.so.1"
 def check_start(config: Config) -> None:
     """Refuse settings with which the engine cannot start.
 
-    Of a model on the Hugging Face hub the config alone is downloaded.
+    For a model on the Hugging Face hub, only the config is downloaded.
 
     Raises:
         ConfigError: There is no such model or it is not supported, `model.device` is cuda and there is no CUDA device,
             the device does not compute `model.weights`, `model.max_model_len` is more than the model's positions, or
-            the memory does not hold what is asked for.
+            there is not enough memory.
     """
     on_cpu = config.model.device == "cpu" or count_cuda_devices() == 0
     if on_cpu and config.model.device == "cuda":
@@ -43,7 +43,7 @@ def check_start(config: Config) -> None:
     check_max_model_len(config.model.max_model_len, spec)
     choose_weights(config.model.weights, spec, on_cpu=on_cpu)
     if on_cpu:
-        # A CPU without native bfloat16 takes float32; only torch knows, so the smaller of the two is checked.
+        # A CPU without native bfloat16 takes float32. Only torch knows, so the smaller of the two is checked.
         asked = spec.dtype if config.model.dtype == "auto" else config.model.dtype
         num_bytes = 2 if asked == "bfloat16" or config.model.dtype == "float16" else 4
         base = base_shape(spec, "")
@@ -52,7 +52,7 @@ def check_start(config: Config) -> None:
 
 
 def count_cuda_devices() -> int:
-    """CUDA devices that the driver shows to this process; 0 without a driver."""
+    """Number of CUDA devices that the driver shows to this process; 0 without a driver."""
     try:
         driver = ctypes.CDLL(CUDA_DRIVER)
     except OSError:

@@ -1,4 +1,4 @@
-"""All of a layer between its fused projection and its output projection, in torch operators, and what it takes."""
+"""The part of a layer between its fused projection and its output projection, in torch operators, with its operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HeadNorms:
     q: Tensor
     """[D], dtype of the projection."""
     k: Tensor
-    """Like q."""
+    """[D], dtype of the projection."""
     eps: float
 
 
@@ -30,15 +30,15 @@ class Rotation:
     """The rotary embedding of a step's rows: a table by position, and the positions."""
 
     cos: Tensor
-    """[P, D / 2], float32, contiguous: of every position, times the model's attention scaling."""
+    """[P, D / 2], float32, contiguous: cosines of every position, times the model's attention scaling."""
     sin: Tensor
-    """Like cos."""
+    """[P, D / 2], float32, contiguous: sines, likewise."""
     positions: Tensor
-    """Of the rows, [T], int32 or int64, below P."""
+    """[T], int32 or int64, below P: the position of each row."""
     _factors: tuple[Tensor, Tensor] | None = None
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rows, two of [T, D], as `rope` takes them; made once for all layers."""
+        """Cosines and sines of the rows, two of [T, D], as `rope` takes them. They are computed once for all layers."""
         if self._factors is None:
             self._factors = rows_cpu.both_halves(
                 *(table.index_select(0, self.positions) for table in (self.cos, self.sin))
@@ -68,11 +68,11 @@ def attend(
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous: heads of queries, keys and values. Mutated.
-        norms: Of the heads; None for none.
-        rotation: Of the T rows.
+        norms: Norms of the heads; None for none.
+        rotation: Rotation of the T rows.
         kv: The layer's keys and values in the arena. Mutated.
         slot_mapping: Where the keys and values of the T tokens go, as `kv_write` takes it.
-        batch: Which rows attend to what.
+        batch: The rows and the keys that they attend to.
         scale: Factor of the scores.
         paged_attention: Computes the attention.
 
@@ -84,7 +84,8 @@ def attend(
     """
     q, k, v = split_heads(qkv, kv)
     if norms is not None:
-        q, k = rows_cpu.rms_norm(q, norms.q, norms.eps), rows_cpu.rms_norm(k, norms.k, norms.eps)
+        q = rows_cpu.rms_norm(q, norms.q, norms.eps)
+        k = rows_cpu.rms_norm(k, norms.k, norms.eps)
     rows_cpu.rope(q, k, *rotation.factors())
     rows_cpu.kv_write(k, v, kv, slot_mapping)
     return paged_attention(q, kv, batch, scale).flatten(1)
@@ -96,7 +97,8 @@ def split_heads(qkv: Tensor, kv: KvLayer) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: Its shape or stride does not fit.
     """
-    num_kv_heads, head_dim = kv.k.shape[1], kv.k.shape[3]
+    num_kv_heads = kv.k.shape[1]
+    head_dim = kv.k.shape[3]
     group_width = num_kv_heads * head_dim
     fits = qkv.dim() == 2 and qkv.shape[1] % group_width == 0 and qkv.shape[1] >= 3 * group_width
     expect_that("qkv", fits, f"[T, (Hq + {2 * num_kv_heads}) * {head_dim}]", list(qkv.shape))

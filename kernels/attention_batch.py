@@ -1,15 +1,16 @@
-"""Which query rows of a step attend to which pages: lists for the host, and tensors for kernels on a device.
+"""The attention side of a step, query rows and their pages: lists for the host, and tensors for kernels on a device.
 
 Short runs of query rows (decode, and verification of a few drafted tokens) are items: each row attends on its own, so
 that its result does not depend on the rows beside it. Longer runs are chunks of a prompt, and computed in tiles.
 
-An item's keys are divided into splits, by what it sees alone. So its result does not depend on the batch either.
+An item's keys are divided into splits. The division depends only on the number of its keys, so its result does not
+depend on the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 MAX_ITEM_ROWS = 8
 """Requests with at most this many query rows are computed row by row."""
 SPLIT_TOKENS = 256
-"""Keys of a split. Where these are too few for `MAX_SPLITS`, splits are twice as large, or four times, and so on."""
+"""Keys of a split. An item that would need more than `MAX_SPLITS` has splits of twice, four times ... as many keys."""
 MAX_SPLITS = 64
 PARTIAL_PAD = 4
 """Floats behind a partial sum: its maximum, its sum of weights, and two that keep rows on a multiple of 16 bytes."""
@@ -62,13 +63,13 @@ class AttentionRows:
     `block_table` the pages begin. At most `chunk_tile_rows` rows each, what takes longest first."""
     page_tokens: int
     num_partials: int
-    """Results of so many splits are kept, of all items together (`most_partials`)."""
+    """Largest number of splits whose results are kept, of all items together (`most_partials`)."""
     _counters: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def counters(self, num_kv_heads: int) -> Tensor:
-        """[I * Hkv], int32: how many splits are done of each item and KV head. Zero before and after each launch.
+        """Count the finished splits of each item and KV head: [I * Hkv], int32, zero before and after each launch.
 
-        Made once, so that captured launches find it where it was.
+        The tensor is made once and keeps its address, because captured launches use it.
         """
         if num_kv_heads not in self._counters:
             self._counters[num_kv_heads] = self.item_rows.new_zeros(
@@ -78,7 +79,12 @@ class AttentionRows:
 
 
 def num_splits(lens: np.ndarray, window: int) -> np.ndarray:
-    """Splits of items that see so many tokens, [I]: at least 1, so that the row is written; none below 0 tokens."""
+    """Number of splits of each item, [I]: at least 1, so that its row is written, but 0 for a length of -1.
+
+    Args:
+        lens: [I], integers: KV tokens that each item may see, or -1.
+        window: The sliding window; 0 for none.
+    """
     seen = np.minimum(lens, window) if window else lens
     size = np.full_like(seen, SPLIT_TOKENS)
     while (short := size * MAX_SPLITS < seen).any():
@@ -87,11 +93,11 @@ def num_splits(lens: np.ndarray, window: int) -> np.ndarray:
 
 
 def split_starts(lens: np.ndarray, window: int) -> np.ndarray:
-    """The work list of items, [I + 1], int32: how many splits all items before each have.
+    """The work list of items, [I + 1], int32: the number of splits of all items before each.
 
     Args:
         lens: [I], integers: KV tokens that each item may see, or -1.
-        window: How many of them it sees; 0 for all.
+        window: The sliding window; 0 for none.
     """
     starts = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(num_splits(lens, window), out=starts[1:])
@@ -99,13 +105,13 @@ def split_starts(lens: np.ndarray, window: int) -> np.ndarray:
 
 
 def most_partials(lens: np.ndarray) -> int:
-    """The most splits of all items together, whatever the window, where so many tokens are seen; 0 for one each."""
+    """Upper bound of the splits of all items with these lengths, for any window; 0 if each item has one split."""
     splits = np.clip(-(-lens // SPLIT_TOKENS), 1, MAX_SPLITS)
     return int(splits.sum()) if splits.max(initial=1) > 1 else 0
 
 
 def chunk_tile_rows(group: int) -> int:
-    """The most query rows of a tile, where so many heads share a KV head."""
+    """Largest number of query rows of a tile, where `group` heads share a KV head."""
     return max(1, TILE_HEADS // group)
 
 
@@ -113,8 +119,8 @@ def chunk_tiles(chunks: Sequence[tuple[int, int, int, int]], group: int) -> np.n
     """The tiles of chunks, [4, C], int32, as `AttentionRows.tiles` has them.
 
     Args:
-        chunks: Of each: first query row, number of rows, position of the first row, where its pages begin.
-        group: How many heads share a KV head.
+        chunks: For each chunk: first query row, number of rows, position of the first row, index of its first page.
+        group: Number of heads that share a KV head.
     """
     most = chunk_tile_rows(group)
     tiles = [
@@ -128,7 +134,7 @@ def chunk_tiles(chunks: Sequence[tuple[int, int, int, int]], group: int) -> np.n
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionBatch:
-    """The attention side of one step, made of lists (`build`) or of what is on a device already (`of_rows`).
+    """The attention side of one step, made of lists (`build`) or of tensors that are on a device already (`of_rows`).
 
     Kernels on a CPU read the lists, and those on a device read `rows`.
     """
@@ -164,7 +170,7 @@ class AttentionBatch:
 
         Args:
             block_tables: Pages of each request in order; those past `context_lens` are never read.
-            query_lens: Query rows of each request in this step, >= 0. They are the last of its context.
+            query_lens: Query rows of each request in this step, >= 0. They are the last rows of its context.
             context_lens: KV tokens of each request including this step's; 0 makes all its rows padding.
             device: Where the kernels run.
             page_tokens: Tokens per page.
@@ -194,49 +200,32 @@ class AttentionBatch:
         )
 
     @classmethod
-    def of_rows(
-        cls,
-        rows: AttentionRows,
-        num_rows: int,
-        chunks: Sequence[PromptChunk] = (),
-        block_tables: Sequence[np.ndarray] = (),
-    ) -> AttentionBatch:
+    def of_rows(cls, rows: AttentionRows, num_rows: int) -> AttentionBatch:
         """A step whose numbers are on the device; kernels on a CPU refuse it.
 
         Args:
-            rows: Which of its items and tiles have the first `num_rows` rows of the queries, each row once.
-            num_rows: How many rows that are.
-            chunks: The rows of all its tiles, for kernels that are planned on the host; without them, it has only
-                tiles. `request` of each is an index of `block_tables`.
-            block_tables: Pages of the requests of `chunks` in order; those past their contexts are never read.
+            rows: Its items and tiles. They have the first `num_rows` rows of the queries, each row once.
+            num_rows: Number of these rows.
         """
         return cls(
-            block_table=torch.from_numpy(_padded(block_tables)),
+            block_table=torch.zeros((0, 0), dtype=torch.int32),
             items_host=np.zeros((3, 0), dtype=np.int32),
-            chunks=tuple(chunks),
+            chunks=(),
             page_tokens=rows.page_tokens,
             num_rows=num_rows,
             device=rows.block_table.device,
             _rows=rows,
         )
 
-    def items(self) -> AttentionBatch:
-        """The same step without its chunks; their rows of the output have any value."""
-        rows = None if self._rows is None else replace(self._rows, tiles=self._rows.tiles[:, :0])
-        items: AttentionBatch = self.keep(
-            "items", lambda: replace(self, chunks=(), _rows=rows, _kept={})
-        )
-        return items
-
     def rows(self, group: int, window: int) -> AttentionRows:
-        """What kernels on a device read, with the work of items for one window.
+        """The tensors for kernels on a device, with the work list of items for one window.
 
         Args:
-            group: How many heads share a KV head.
+            group: Number of heads that share a KV head.
             window: The sliding window; 0 for none.
 
         Raises:
-            ValueError: The batch was made of rows without the work of this window.
+            ValueError: The batch was made of rows without a work list for this window.
         """
         rows = self._rows
         if rows is None:
@@ -260,7 +249,10 @@ class AttentionBatch:
         ]
         parts = (
             np.append(self.block_table.numpy(), np.int32(0)),  # never empty
-            *(items, requests * width, lens, chunk_tiles(chunks, group).reshape(-1)),
+            items,
+            requests * width,
+            lens,
+            chunk_tiles(chunks, group).reshape(-1),
         )
         block_table, item_rows, item_tables, item_lens, tiles = _to_device(
             np.concatenate(parts).astype(np.int32), self.device
@@ -280,7 +272,7 @@ class AttentionBatch:
         """Check that there are lists.
 
         Raises:
-            ValueError: The batch was made of what is on a device.
+            ValueError: The batch was made of tensors on a device.
         """
         if self._rows is not None:
             raise ValueError(
@@ -290,7 +282,8 @@ class AttentionBatch:
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return what a kernel prepared for this step under `key`, preparing it on first use.
 
-        What depends on sizes only a kernel sees (heads, strides, dtype) is made by the first layer for all others.
+        Some preparations need sizes that only a kernel sees (heads, strides, dtype). The first layer makes them for
+        all layers.
         """
         if key not in self._kept:
             self._kept[key] = make()

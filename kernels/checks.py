@@ -1,4 +1,4 @@
-"""The one check of operands that all launchers share. Knows shapes, dtypes and devices, not what they mean."""
+"""The check of operands that all launchers share. It knows shapes, dtypes and devices, not their meaning."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def expect(
     """Check one operand.
 
     Args:
-        name: How the message calls it.
+        name: Name of the operand in the message.
         tensor: The operand.
         shape: Extent of each dimension; None fits any.
         dtype: The dtype it must have; None fits any.
         device: The device it must be on; None fits any.
 
     Raises:
-        ValueError: Something does not fit; the message names what was expected and what was given.
+        ValueError: Something does not fit; the message says what was expected and what came.
     """
     if not _fits(tensor.shape, shape):
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)

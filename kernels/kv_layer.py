@@ -1,7 +1,7 @@
-"""The keys and values of a layer in pages, their form in 8 bits, and what attention over them has to compute.
+"""Keys and values of a layer in pages, and their form in 8 bits.
 
-A token's key, or value, of one head has one scale, made of that vector alone. So what is stored of a token does not
-depend on the batch, on the order of steps, or on how its prompt was cut.
+The key of a token and head has one scale, computed from that vector alone, and so has the value. What is stored of a
+token therefore depends neither on the batch, nor on the order of steps, nor on the chunks of its prompt.
 """
 
 from __future__ import annotations
@@ -12,25 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.config import Attention
 from manylora.kernels.checks import expect, expect_that
 
 LARGEST = 127
 """Largest magnitude of an element; -128 is not used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionNeeds:
-    """The attention of a model: its sizes, and the setting that chooses what computes it on a GPU."""
-
-    setting: Attention
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_tokens: int
-    windows: tuple[int | None, ...]
-    """The sliding windows of its layers; None for none."""
-    is_kv_int8: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -38,21 +23,21 @@ class KvLayer:
     """The arena as the attention of one layer reads and writes it. Made once for a layer, and used in every step."""
 
     k: Tensor
-    """Keys, [num_pages, Hkv, page_tokens, D], any page, head and token stride; int8 where there are scales."""
+    """Keys, [num_pages, Hkv, page_tokens, D], with any page, head and token stride; int8 if there are scales."""
     v: Tensor
     """Values; the same shape, dtype and strides."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of int8 keys and of values, [num_pages, Hkv, page_tokens], float32, any page and head stride, both the same."""
+    """Scales of int8 keys and values, [num_pages, Hkv, page_tokens], float32, with equal page and head strides."""
     window: int | None = None
     """The sliding window: how many positions a row sees, itself included; None for all."""
     kind: tuple[object, ...] = field(init=False, repr=False)
-    """Equal for layers for which the same can be prepared: window, shapes, strides, dtypes and devices."""
+    """Window, shapes, strides, dtypes and devices. Layers with an equal kind share the preparations for a step."""
     strides: tuple[int, ...] = field(init=False, repr=False)
-    """From one page, head and token to the next, and from one page and head of scales; 0 without scales."""
+    """Strides of pages, heads and tokens, then those of pages and heads of the scales; 0 without scales."""
     address: int = field(init=False, repr=False)
-    """Where `_pages` lies: all of this as the kernels in C++ read it."""
+    """Address of `_pages`, from which the kernels in C++ read all of this."""
     _pages: np.ndarray = field(init=False, repr=False)
-    """`Pages` of native/rows.h, [10], int64."""
+    """The struct `Pages` of native/rows.h, [10], int64."""
 
     def __post_init__(self) -> None:
         tensors = (self.k, self.v, *(self.scales or ()))
@@ -80,13 +65,15 @@ class KvLayer:
 
         Args:
             shape: What is known of [num_pages, Hkv, page_tokens, D].
-            dtype: Of the keys and values of a step, and of those in the pages where these are not int8.
+            dtype: Dtype of the keys and values of a step, and of the pages unless these are int8.
             device: Where they must be.
 
         Raises:
             ValueError: A shape, dtype, device or stride does not fit.
         """
-        k, v, stored = self.k, self.v, dtype if self.scales is None else torch.int8
+        k = self.k
+        v = self.v
+        stored = dtype if self.scales is None else torch.int8
         expect("k_pages", k, shape, stored, device)
         expect("v_pages", v, k.shape, stored, device)
         expect_that("k_pages", k.stride(3) == 1, "consecutive elements", k.stride())
@@ -102,14 +89,14 @@ class KvLayer:
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors in 8 bits.
+    """Round vectors to 8 bits.
 
     Semantics:
         scale = max(abs(x[..., :])) / 127                  # NaN where an element is infinite or NaN
         q[..., i] = x[..., i] / scale                      # to the nearest integer, of two the even one; 0 if scale is
                                                            # 0 or NaN
 
-    A scale of NaN makes all of the vector NaN when it is read, so that what is not finite is not lost.
+    A scale of NaN makes the whole vector NaN when it is read, so a value that is not finite is never hidden.
 
     Args:
         x: [..., D].
@@ -125,5 +112,5 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Vectors from 8 bits: q [..., D] times scales [...], rounded to `dtype`."""
+    """Restore vectors from 8 bits: q [..., D] times scales [...], rounded to `dtype`."""
     return (q.float() * scales.unsqueeze(-1)).to(dtype)

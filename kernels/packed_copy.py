@@ -1,4 +1,4 @@
-"""Moves small arrays to a device in one copy. Knows nothing of what they mean."""
+"""Copy of several small arrays to a device at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes: each array starts at a multiple of this, so that a kernel may read it in wide loads."""
+"""Each array starts at a multiple of this many bytes, so that a kernel may read it in wide loads."""
 
 
 def copy_in_one(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return the arrays as tensors on `device`, of the same shapes and dtypes, in memory that they share.
 
-    To a GPU it is one copy that the host does not wait for.
+    A GPU gets them in one copy, and the host does not wait for it.
     """
     ends = np.cumsum(
         [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays], dtype=np.int64

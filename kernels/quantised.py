@@ -1,6 +1,6 @@
-"""Weights of linear layers as integers: what they hold, how they are made of floats, and what they stand for.
+"""Weights of linear layers as integers: their tensors, their rounding from floats, and the floats they stand for.
 
-Rounding is to the nearest, half to even. Nothing here depends on what the layer will be multiplied with.
+Rounding is to the nearest, half to even. It depends on the weights alone, not on the activations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from manylora.kernels.checks import expect, expect_that
 from manylora.kernels.weight_format import GROUP, UNIT
 
 ROWS_AT_ONCE = 1024
-"""Rows that are quantised at a time, which bounds the memory for floats."""
+"""Rows that are quantised at a time; it bounds the memory for floats."""
 MAX_FEATURES = 1 << 16
-"""Of a layer in 8 bits: sums of so many products of a code of 0 to 255 and one of +-127 have 32 bits."""
+"""Most inputs of a layer in 8 bits: a sum of this many products of codes of 0 to 255 and of +-127 fits 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Stands for `codes * scales[:, None]`."""
+    """A weight in 8 bits, which stands for `codes * scales[:, None]`."""
 
     codes: Tensor
     """[out_features, in_features], int8."""
@@ -47,11 +47,11 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Each 32 inputs of an output are a group with one scale; stands for `(code - 8) * scale`, codes from 0 to 15."""
+    """A weight in 4 bits. 32 inputs of an output share a scale; a code, 0 to 15, stands for `(code - 8) * scale`."""
 
     codes: Tensor
-    """[out_features, groups * 16], uint8, two codes in each: of 8 inputs, byte i has i in its lower half, i + 4 in its
-    upper one. Inputs past `in_features` have the code 8."""
+    """[out_features, groups * 16], uint8, two codes in a byte: of 8 inputs, byte i has input i in its lower half and
+    input i + 4 in its upper half. Inputs past `in_features` have the code 8."""
     scales: Tensor
     """[out_features, groups], bfloat16."""
     in_features: int
@@ -61,7 +61,7 @@ class Int4Weight:
     def of(cls, weight: Tensor) -> Int4Weight:
         """Quantise [out_features, in_features], of any float dtype: the largest magnitude of a group gets the code 0.
 
-        That is the end of the codes that reaches furthest from 8, so the scale may be negative.
+        Code 0 is furthest from 8, so the scale may be negative.
         """
         return cls(*_in_parts(weight, _int4_rows), weight.shape[1])
 
@@ -77,7 +77,7 @@ QuantisedWeight = Int8Weight | Int4Weight
 
 
 def side_by_side(weights: Sequence[Tensor | Int8Weight]) -> Tensor | Int8Weight:
-    """The outputs of several linears as those of one; in floats unless all are in 8 bits."""
+    """Join several linears to one whose outputs are side by side; in floats unless all are in 8 bits."""
     rounded = [weight for weight in weights if isinstance(weight, Int8Weight)]
     if len(rounded) == len(weights):
         return Int8Weight(
@@ -90,7 +90,7 @@ def side_by_side(weights: Sequence[Tensor | Int8Weight]) -> Tensor | Int8Weight:
 
 
 def check_layer(weight: QuantisedWeight, bias: Tensor | None) -> None:
-    """Check what a layer was to be made of.
+    """Check the weight and the bias of a new layer.
 
     Raises:
         ValueError: A shape or dtype does not fit.

@@ -1,4 +1,4 @@
-"""Operands of sampling, and what is done to logits before it: penalties and biases. Knows numbers, not requests."""
+"""Operands of sampling, and the changes to logits before it: penalties and biases. Knows numbers, not requests."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from torch import Tensor
 from manylora.kernels.packed_copy import copy_in_one
 
 NON_FINITE = -1
-"""Instead of a token: the row has a NaN, or its largest logit has a magnitude of MAX_LOGIT or more."""
+"""Code instead of a token: the row has a NaN, or its largest logit has a magnitude of MAX_LOGIT or more."""
 NOTHING_LEFT = -2
-"""Instead of a token: all logits of the row are -inf."""
+"""Code instead of a token: all logits of the row are -inf."""
 MAX_LOGIT = 1e30
-"""A row whose largest logit has a larger magnitude is not a distribution: divided by a temperature it may overflow."""
+"""Bound of a row's largest logit: a larger one, divided by a temperature, may overflow."""
 MAX_TOP_K = 2**31 - 1
 NUM_COLUMNS = 5
 TEMPERATURE, TOP_P, MIN_P, UNIFORM, TOP_K = range(NUM_COLUMNS)
 
 
 class RowSampling(NamedTuple):
-    """How the token of one row is chosen."""
+    """Sampling parameters of one row."""
 
     temperature: float
     """0 takes the most likely token."""
     top_k: int = 0
-    """Most tokens to choose from, which may exceed any vocabulary; 0 and -1 keep all."""
+    """Number of likeliest tokens to choose from, which may exceed the vocabulary; 0 and -1 keep all."""
     top_p: float = 1.0
     """Above 0, at most 1."""
     min_p: float = 0.0
     """0 to 1."""
     uniform: float = 0.0
-    """A draw from 0 up to but not including 1."""
+    """The random draw, from 0 up to but not including 1."""
 
 
 def sampling_words(rows: Sequence[RowSampling]) -> np.ndarray:
-    """How the tokens of B rows are chosen, as [NUM_COLUMNS, B] int32 to copy to a device.
+    """Sampling parameters of B rows as [NUM_COLUMNS, B] int32, to be copied to a device.
 
     Columns: temperature, top_p, min_p and uniform as bits of float32; top_k, 0 for all.
     """
@@ -56,10 +56,10 @@ def sampling_words(rows: Sequence[RowSampling]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingColumns:
-    """How the tokens of B rows are chosen, on the device of the logits."""
+    """Sampling parameters of B rows, on the device of the logits."""
 
     words: Tensor
-    """[NUM_COLUMNS, B], int32, contiguous: what `sampling_words` made. What is written there later counts."""
+    """[NUM_COLUMNS, B], int32, contiguous, as `sampling_words` makes it. It may be overwritten for a later step."""
 
     @classmethod
     def build(cls, rows: Sequence[RowSampling], device: torch.device) -> SamplingColumns:
@@ -77,41 +77,42 @@ class SamplingColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEdits:
-    """What changes the logits of one row."""
+    """Changes to the logits of one row."""
 
     row: int
     """Row of the logits."""
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     repetition: float = 1.0
-    """Divides positive and multiplies negative logits of tokens of the prompt or the output."""
+    """Factor of the repetition penalty. It divides positive and multiplies negative logits of tokens seen before."""
     frequency: float = 0.0
-    """Subtracted once per occurrence in the output."""
+    """Penalty subtracted once per occurrence in the output."""
     presence: float = 0.0
-    """Subtracted once from tokens of the output."""
+    """Penalty subtracted once from each token of the output."""
     bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to an addend; -inf rules a token out. Ids outside the vocabulary change nothing."""
     allowed_token_ids: Sequence[int] = ()
-    """All others are ruled out; empty allows all. Within the vocabulary."""
+    """The only tokens that may be chosen, all within the vocabulary; empty allows all."""
 
 
 def edit_arrays(rows: Sequence[RowEdits], vocab_size: int) -> list[np.ndarray]:
-    """The edits of some rows as lists of logits to change: work is in proportion to histories, not to B * V.
+    """Lists of the logits that the edits of some rows change: the work grows with histories, not with B * V.
 
     Args:
-        rows: Only the rows that have something to change.
+        rows: Rows with something to change.
         vocab_size: V, the width of the logits.
 
     Returns:
-        places: [N], int64: row * V + token of what penalties change, each at most once.
+        places: [N], int64: row * V + token of each logit that penalties change, each at most once.
         penalties: [2, N], float32: repetition; and frequency * count + presence, 0 outside the output.
         bias_places: [M], int64, each at most once.
         bias: [M], float32.
-        allowed_places: [K], int64: all that stay in `allowed_rows`.
-        allowed_rows: [R], int64: rows of which only some tokens stay.
+        allowed_places: [K], int64: the logits that stay in `allowed_rows`.
+        allowed_rows: [R], int64: rows that allow only some tokens.
     """
     nowhere = np.empty(0, dtype=np.int64)
-    places, penalties = [nowhere], [np.empty((2, 0), dtype=np.float32)]
+    places = [nowhere]
+    penalties = [np.empty((2, 0), dtype=np.float32)]
     for row in rows:
         tokens, counts = np.unique(
             np.asarray(row.output_token_ids, dtype=np.int64), return_counts=True
@@ -132,17 +133,17 @@ def edit_arrays(rows: Sequence[RowEdits], vocab_size: int) -> list[np.ndarray]:
         row.row * vocab_size + np.array(row.allowed_token_ids, dtype=np.int64) for row in limited
     )
     return [
-        *(np.concatenate(places), np.concatenate(penalties, axis=1)),
-        *(np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)),
-        *(
-            np.concatenate((nowhere, *allowed)),
-            np.array([row.row for row in limited], dtype=np.int64),
-        ),
+        np.concatenate(places),
+        np.concatenate(penalties, axis=1),
+        np.array(list(bias), dtype=np.int64),
+        np.array(list(bias.values()), dtype=np.float32),
+        np.concatenate((nowhere, *allowed)),
+        np.array([row.row for row in limited], dtype=np.int64),
     ]
 
 
 def apply_edits(logits: Tensor, edits: Sequence[Tensor]) -> None:
-    """Change the logits of tokens seen before, then add biases, then rule out what is not allowed.
+    """Change the logits of tokens seen before, then add biases, then rule out tokens that are not allowed.
 
     Semantics:
         for each token of a row's prompt or output: l = l / repetition if l > 0 else l * repetition
@@ -157,7 +158,8 @@ def apply_edits(logits: Tensor, edits: Sequence[Tensor]) -> None:
     places, penalties, bias_places, bias, allowed_places, allowed_rows = edits
     flat = logits.view(-1)
     if places.numel():
-        seen, (repetition, subtract) = flat[places], penalties
+        seen = flat[places]
+        repetition, subtract = penalties
         flat[places] = torch.where(seen > 0, seen / repetition, seen * repetition) - subtract
     if bias_places.numel():
         flat[bias_places] += bias

@@ -1,7 +1,7 @@
 """Operands of SGMV: many LoRA adapters of any rank applied to one batch, with weights read from pages.
 
 The rows of a batch are sorted by adapter slot, so a tile is a run of consecutive rows of one adapter. The kernels know
-neither who owns the pages nor what an adapter is called. Punica (arXiv:2310.18547) named the operation; S-LoRA
+neither the owners of pages nor the names of adapters. Punica (arXiv:2310.18547) named the operation; S-LoRA
 (arXiv:2311.03285) put KV cache and adapters into one pool.
 """
 
@@ -17,17 +17,17 @@ from torch import Tensor
 from manylora.kernels.checks import expect, expect_that
 
 MAX_SLICES = 3
-"""Slices a site may have."""
+"""Largest number of slices of a site."""
 
 
 @dataclass(frozen=True, slots=True)
 class SgmvTables:
-    """Where the weights of the resident adapters lie. All addresses stay the same while adapters come and go."""
+    """Places of the weights of the resident adapters. The addresses of the tables never change."""
 
     offsets: Tensor
     """[slots, layers, modules, 2 (A, B^T), max_rank / 8], int32: start of each row group in units of 256 bytes."""
     ranks: Tensor
-    """[slots, layers, modules], int32: rank rounded up to a multiple of 8; 0 is a module the adapter does not touch."""
+    """[slots, layers, modules], int32: rank, rounded up to a multiple of 8; 0 where the adapter has no such module."""
     scalings: Tensor
     """[slots, layers, modules], float32."""
 
@@ -39,9 +39,9 @@ class Tiles:
     numbers: Tensor
     """[3, capacity], int32: adapter slot of each tile (-1 is padding), first row, and number of rows (1 to `rows`)."""
     rows: int = 16
-    """The most rows of a tile: 16 suits decode, 64 or 128 long prefill chunks."""
+    """Largest number of rows of a tile: 16 suits decode, 64 or 128 suit long prefill chunks."""
     checked: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
-    """Kinds of operands that a kernel has found sound for these tiles, with what is known by its address in them."""
+    """Kinds of operands that were checked with these tiles, and the tensors that a kind names by their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SgmvSite:
 
 
 class SgmvOperands(NamedTuple):
-    """What the adapters of a step compute at one site with."""
+    """Operands of the adapters of a step at one site."""
 
     arena_elements: Tensor
     """The arena, [num_pages, page_elements], dtype of the activations."""
@@ -69,20 +69,20 @@ class SgmvOperands(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraDelta:
-    """What the adapters of a step add to the output of one site, up to the product with B.
+    """The addition of a step's adapters to the output of one site, before the product with B.
 
-    The operation that reads the output adds it, so the output itself is not written again. Its tiles cover all rows.
+    The operation that reads the output adds it, so the output itself is not written again. The tiles cover all rows.
     """
 
     planes: Tensor
-    """[parts, T, slices * max_rank], float32: `x @ A.T` in parts that add up; past an adapter's rank undefined."""
+    """[parts, T, slices * max_rank], float32: parts whose sum is `x @ A.T`; undefined past an adapter's rank."""
     operands: SgmvOperands
 
 
 def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -> None:
-    """Check what a call to `sgmv` was given, or with no y, what `shrink` was.
+    """Check the operands of a call to `sgmv`, or without y, to `shrink`.
 
-    Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    Checks cost time in each step, so operands of the same kind as in an earlier layer are not checked again.
 
     Raises:
         ValueError: A shape, dtype or device does not fit; the message names expected and got.
@@ -114,7 +114,8 @@ def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -
     for name in ("offsets", "ranks", "scalings"):
         tensor = getattr(tables, name)
         expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
-    first, last = site.modules[0], site.modules[-1]
+    first = site.modules[0]
+    last = site.modules[-1]
     expect_that(
         "site.modules",
         site.modules == tuple(range(first, last + 1)) and first >= 0 and last < modules,

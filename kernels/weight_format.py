@@ -1,6 +1,6 @@
-"""Formats of the weights of linear layers, and the bytes that a layer then takes. Needs no torch.
+"""Formats of the weights of linear layers, and the bytes of a layer in each. Needs no torch.
 
-int8 and int4 weights lie in panels: the codes of so many outputs side by side, for one group of inputs after another.
+int8 and int4 weights lie in panels: the codes of several outputs side by side, for one group of inputs after another.
 """
 
 from __future__ import annotations
@@ -8,21 +8,23 @@ from __future__ import annotations
 from typing import Literal
 
 WeightFormat = Literal["bf16", "int8", "int4"]
-"""bf16 is the dtype of the model, whatever that is."""
+"""bf16 stands for the dtype of the model, whatever that is."""
 HEAD_FORMAT: Literal["int8"] = "int8"
-"""Of the head beside layers in 8 or 4 bits."""
+"""Format of the head where other layers are in 8 or 4 bits."""
 GROUP = 32
 """Inputs that share a scale in int4."""
 UNIT = 4
-"""Inputs whose codes lie together: what one lane of an instruction multiplies and adds up."""
-INT8_PANEL, INT4_PANEL = 64, 32
-"""Outputs of a panel."""
+"""Inputs whose codes lie together; one lane of an instruction multiplies and adds them."""
+INT8_PANEL = 64
+"""Outputs of a panel in int8."""
+INT4_PANEL = 32
+"""Outputs of a panel in int4."""
 INT8_INPUTS = 64
-"""Inputs come in multiples of so many: a row of a tile of AMX."""
+"""Inputs are padded to a multiple of this, a row of an AMX tile."""
 
 
 def number_format(dtype: str, weights: str, is_kv_int8: bool) -> str:
-    """How people are told what a model is computed in, and what is kept otherwise."""
+    """Name of the number formats of an engine for people, such as "bfloat16 with int8 weights"."""
     kept = [] if weights == "bf16" else [f"{weights} weights"]
     kept += ["int8 KV cache"] if is_kv_int8 else []
     return f"{dtype} with {' and '.join(kept)}" if kept else dtype

@@ -1,8 +1,8 @@
 """Manylora serves many LoRA adapters over one base model that stays on the device.
 
-The parts stand at the top of the repository and are imported from here: `manylora.engine`, `manylora.adapters` and so
-on. `manylora.LLM` is the in-process engine, `manylora.Client` the client of a server's own API. Each is loaded on first
-use.
+The parts are folders at the top of the repository, and are imported from here: `manylora.engine`, `manylora.adapters`
+and so on. `manylora.LLM` is the engine in the caller's process, `manylora.Client` the client of a server's own API.
+Each is loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The settings, as frozen dataclasses that need nothing but the standard library.
+"""The settings, as frozen dataclasses that need only the standard library.
 
-Each part receives its own section. Where the values come from (command line, environment, YAML, defaults) is decided
-in `manylora.server.settings`. Values the machine decides (how many pages fit) are results, not settings.
+Each part gets its own section. `manylora.server.settings` reads the values from command line, environment, YAML and
+defaults. Values that depend on the machine, such as the number of pages, are results, not settings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from manylora.lora_rows import GROUP_ROWS, MAX_RANK
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "bf16", "int8", "int4"]
-Attention = Literal["auto", "triton", "flashinfer"]
 Auth = Literal["on", "off"]
 ServerRole = Literal["all", "gateway", "replica"]
 MetricsAliases = Literal["none", "vllm"]
@@ -35,15 +34,15 @@ GIB = 1 << 30
 MIB = 1 << 20
 MAX_SLOTS = 65536
 _BLOB_URL = re.compile(
-    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!*'()-][\w.!*'()-]*)*/?"  # what every S3 takes in a key
+    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!*'()-][\w.!*'()-]*)*/?"  # characters that every S3 takes in a key
     r"|file:///.+"
-    r"|(?!\w[\w+.-]+:).+",  # a folder; what looks like another scheme is none
+    r"|(?!\w[\w+.-]+:).+",  # a folder; another scheme is not taken for one
     re.ASCII,
 )
 _SERVER_URL = re.compile(
     r"https?://(?:\[([\da-f.]*:[\da-f:.]*)\]|([\w.-]+))(?::(\d{1,5}))?", re.ASCII | re.IGNORECASE
 )
-"""Groups: an IPv6 address, or else a name or an IPv4 address; a port."""
+"""Groups: an IPv6 address; or a name or an IPv4 address; a port."""
 
 
 def _require(ok: bool, setting: str, expected: str, got: object) -> None:
@@ -52,16 +51,17 @@ def _require(ok: bool, setting: str, expected: str, got: object) -> None:
 
 
 def _check_choices(section: str, settings: object, **choices: object) -> None:
-    """Refuse what is not one of the strings of a literal type."""
+    """Refuse a value that is not one of the strings of a literal type."""
     for name, type_ in choices.items():
-        value, (*others, last) = getattr(settings, name), get_args(type_)
+        value = getattr(settings, name)
+        *others, last = get_args(type_)
         _require(
             value in (*others, last), f"{section}.{name}", f"{', '.join(others)} or {last}", value
         )
 
 
 def _check_bounds(section: str, settings: object, **bounds: tuple[float, float]) -> None:
-    """Refuse numbers that are not within their bounds, both included; None is no number."""
+    """Refuse numbers outside their bounds, which are included. None is accepted."""
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         expected = f">= {low}" if high == math.inf else f"{low} to {high}"
@@ -75,45 +75,40 @@ def _check_bounds(section: str, settings: object, **bounds: tuple[float, float])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The base model, and how it is computed."""
+    """The base model and its computation."""
 
     path: str
     """Folder with a Hugging Face checkpoint, or a hub id. The one setting without a default."""
     served_name: str | None = None
     """Name of the base for clients; when not set, the last part of `model.path`."""
     device: Device = "auto"
-    """Where the model runs: auto, cpu or cuda. auto takes a CUDA device if there is one."""
+    """Device of the model: auto, cpu or cuda. auto takes a CUDA device if there is one."""
     dtype: Dtype = "auto"
     """Number format of weights, KV cache and adapters: auto, float32, bfloat16 or float16. auto takes the format of the
-    model where the device computes it natively. `memory.kv_dtype` may give the KV cache another one."""
+    model if the device computes it natively. `memory.kv_dtype` may give the KV cache another format."""
     weights: Weights = "auto"
-    """How the weights of the linear layers are kept: auto, bf16, int8 or int4. bf16 keeps them in `model.dtype`,
-    whatever that is; int8 and int4 round them when they are loaded, so that less memory is read for each token, on a
-    CPU only. auto takes int8 for a quantised checkpoint on a CPU, else bf16. docs/quantisation.md says what each
-    costs."""
+    """Format of the weights of the linear layers: auto, bf16, int8 or int4. bf16 keeps them in `model.dtype`, whatever
+    that is. int8 and int4 work on a CPU only: weights are rounded when they are loaded, so that less memory is read for
+    each token. auto takes int8 for a quantised checkpoint on a CPU, else bf16. docs/quantisation.md has the loss of
+    quality of each."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; when not set, the limit of the model."""
     tool_format: str | None = None
-    """How the model writes calls of tools and reasoning, one of the names in docs/tools.md; when not set, what its
-    tokenizer or its chat template says."""
+    """Format in which the model writes calls of tools and reasoning, one of the names in docs/tools.md; when not set,
+    the one that its tokenizer or its chat template names."""
     adapters_trained_on_quantised: bool = False
-    """Whether the adapters were trained on this very checkpoint, where that is an AWQ or SmoothQuant one: it scales the
-    inputs of linears, so adapters that were trained on the original model do not fit it and are refused."""
+    """Set this if the model is an AWQ or SmoothQuant checkpoint and the adapters were trained on that checkpoint
+    itself. Such a checkpoint scales the inputs of linears, so adapters of the original model do not fit it and are
+    refused."""
     cuda_graphs: bool = True
-    """On a GPU, whether decode steps are replayed as CUDA graphs, which spares the host most of the work of launching
-    kernels. The results are the same without, and steps take longer."""
-    attention: Attention = "auto"
-    """On a GPU, what computes the attention of prompts: auto, triton or flashinfer. auto takes FlashInfer where it is
-    installed (`pip install 'manylora[cuda]'`) and a trial at the start finds it right, else Triton. It compiles its
-    kernels with nvcc of the CUDA toolkit at the first start, which takes minutes."""
+    """On a GPU, replay decode steps as CUDA graphs, which spares the host most of the work of launching kernels.
+    Without them the results are the same, and steps take longer."""
     threads: int = 0
     """Threads that compute one operation on a CPU; 0 takes one for a tiny model, and all usable cores for others."""
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", "a folder or hub id", self.path)
-        _check_choices(
-            "model", self, device=Device, dtype=Dtype, weights=Weights, attention=Attention
-        )
+        _check_choices("model", self, device=Device, dtype=Dtype, weights=Weights)
         _check_bounds("model", self, max_model_len=(1, math.inf), threads=(0, 1024))
 
 
@@ -122,20 +117,20 @@ class MemoryConfig:
     """The memory of KV cache and adapters."""
 
     gib: float | None = None
-    """Size of the page pool in GiB; when not set, a quarter of the free memory but at most 4 on a CPU, and on a GPU
-    what is free beside weights, CUDA graphs, workspaces and the largest step; `manylora fit` shows how much each
-    takes."""
+    """Size of the page pool in GiB; when not set, a quarter of the free memory but at most 4 on a CPU, and on a GPU the
+    memory that is left beside weights, CUDA graphs, workspaces and the largest step; `manylora fit` shows each part."""
     host_gib: float | None = None
-    """Host memory in GiB for adapters ready to be copied to the device and for swapped KV cache; when not set, an
-    eighth of the free memory but at most 2 on a CPU, and with a GPU, which pins it, a quarter but at most 64."""
+    """Host memory in GiB for adapters that are ready to be copied to the device, and for swapped KV cache; when not
+    set, an eighth of the free memory but at most 2 on a CPU, and with a GPU, which pins it, a quarter but at most
+    64."""
     kv_dtype: KvDtype = "auto"
     """Number format of keys and values: auto takes that of `model.dtype`. int8 holds about twice the tokens in the same
     memory, with a scale per token and head; answers may change a little."""
     prefix_cache: bool = True
-    """Whether to keep the KV cache of earlier requests for requests that begin with the same tokens."""
+    """Keep the KV cache of earlier requests for requests that begin with the same tokens."""
     eviction: Eviction = "gdsf"
-    """What is evicted first when pages run short: gdsf evicts what costs least: seconds per page
-    to load or compute it again, times how often it is used. lru evicts what was used longest ago."""
+    """Order of eviction when pages run short. gdsf first evicts the item with the lowest cost, which is the seconds per
+    page to load or compute it again, times its number of uses. lru first evicts the least recently used item."""
     poison: bool = False
     """For debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
 
@@ -147,24 +142,24 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What adapters may be, and how they are loaded."""
+    """Limits of adapters, and their loading."""
 
     max_rank: int = 64
     """Largest rank that is served; a multiple of 8, at most 256."""
     slots: int | None = None
-    """Most adapters on the device at once; when not set, as many as fit into the pool, as long as the tables for them
+    """Largest number of adapters on the device at once; when not set, as many as fit into the pool, while their tables
     stay small beside it."""
     load_threads: int = 1
     """Threads that read, check and pack adapters."""
     load_share: float = 0.06
-    """On a CPU: part of one core that loading adapters may take while steps run and no request waits for a load, 0.01
-    to 1; 1 means no limit. It grows with the share of requests that wait for loads, and an idle core may always be
-    used."""
+    """On a CPU: share of one core that loading adapters may take while steps run and no request waits for a load, 0.01
+    to 1; 1 means no limit. The share grows with the part of the requests that wait for loads. An idle core may always
+    be used."""
     push_gib: float = 1.0
-    """Most GiB of memory for the weights of ephemeral versions, which trainers push; 0 takes none."""
+    """Largest memory in GiB for the weights of ephemeral versions, which trainers push; 0 takes none."""
     load_roots: str = ""
     """Folders of this machine that POST /v1/load_lora_adapter may load adapters from, separated by commas. Every key
-    with the scope adapters may load all that is below them; when empty, the route loads nothing."""
+    with the scope adapters may load every adapter in them; when empty, the route loads nothing."""
 
     def __post_init__(self) -> None:
         is_rank = GROUP_ROWS <= self.max_rank <= MAX_RANK and self.max_rank % GROUP_ROWS == 0
@@ -192,35 +187,36 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Which requests a step computes."""
+    """Choice of the requests that a step computes."""
 
     max_running: int = 64
-    """Most requests in one step. Requests that are paused for others keep their memory and do not count."""
+    """Largest number of requests in one step. Requests that are paused for others keep their memory and do not
+    count."""
     step_tokens: int | None = None
-    """Most tokens in one step; longer prompts are computed in chunks. When not set, 512 on a CPU and 2048 on a GPU, but
-    at least `scheduler.max_running`."""
+    """Largest number of tokens in one step; longer prompts are computed in chunks. When not set, 512 on a CPU and 2048
+    on a GPU, but at least `scheduler.max_running`."""
     max_waiting: int = 4096
-    """Most requests that may wait; this limits memory. One tenant may have twice as many waiting as there are free
-    places."""
+    """Largest number of waiting requests, which limits memory. One tenant may have twice as many waiting requests as
+    there are free places."""
     max_wait_s: float = 10.0
     """Longest predicted wait for a first token, in seconds. A request that would wait longer is refused at once, with
     429 or 503 and Retry-After."""
     policy: Policy = "fair"
-    """Order of requests: fair takes the tenants served least for their weight first, then their adapters, then arrival;
-    fcfs is first come, first served."""
+    """Order of requests: fair takes first the tenants that were served least for their weight, then their adapters,
+    then arrival; fcfs is first come, first served."""
     inner: Inner = "fifo"
     """Order among the requests of one tenant for one adapter: fifo by arrival, shortest by fewest predicted tokens,
     slack by least time to the deadline, mlfq by a multi-level feedback queue, in which long answers pause for short
     ones, for about half a second at most."""
     itl_target_ms: float | None = None
-    """Longest time that a step should take, in milliseconds: to keep it, prompts are computed in smaller chunks and
-    batches get what is left. When not set, each step is filled up to `scheduler.step_tokens`."""
+    """Longest time that a step should take, in milliseconds. To keep it, prompts are computed in smaller chunks, and
+    batches get the time that is left. When not set, each step is filled up to `scheduler.step_tokens`."""
     batch_stretch: float = 1.25
-    """By what factor batches may lengthen a step in which interactive requests decode. Counts only where
-    `scheduler.itl_target_ms` is not set."""
+    """Largest factor by which batches may lengthen a step in which interactive requests decode. It has an effect only
+    if `scheduler.itl_target_ms` is not set."""
     overlap: Overlap = "auto"
-    """Whether the next step is planned and launched while the device computes one: on, off, or auto, which is on for a
-    GPU and off for a CPU, where both would take turns."""
+    """Plan and launch the next step while the device computes one: on, off, or auto, which is on for a GPU and off for
+    a CPU, where both would take turns."""
 
     def __post_init__(self) -> None:
         _check_bounds(
@@ -239,24 +235,24 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where the server listens, and what it accepts."""
+    """Addresses of the server, and limits of requests."""
 
     role: ServerRole = "all"
-    """all serves clients by itself. Of many servers over one database, a gateway takes the requests of clients and
-    passes each to a replica, which computes it; docs/cluster.md says how."""
+    """all, gateway or replica. all serves clients by itself. Where many servers share a database, a gateway takes the
+    requests of clients and passes each to a replica, which computes it (docs/cluster.md)."""
     advertised_url: str | None = None
-    """Where gateways reach this replica, such as http://10.0.0.7:8000; when not set, at `server.host` and
-    `server.port`. A replica that listens at all addresses (0.0.0.0) needs it."""
+    """Address at which gateways reach this replica, such as http://10.0.0.7:8000; when not set, `server.host` and
+    `server.port`. A replica that listens on all addresses (0.0.0.0) needs it."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = 8000
-    """Port to bind; 0 takes a free one."""
+    """Port to bind; 0 takes a free port."""
     metrics_port: int | None = None
     """Separate port for /metrics, without a key; when not set, admins read it on the main port."""
     metrics_aliases: MetricsAliases = "none"
-    """vllm shows the metrics under vLLM's names too, for routers and load generators that read those."""
+    """none or vllm. vllm adds the metrics under vLLM's names, for routers and load generators that read those."""
     auth: Auth = "on"
-    """on or off. off lets everybody in as admin, and is refused on an address that other machines can reach."""
+    """on or off. off lets everybody in as admin. It is refused on an address that other machines can reach."""
     data_dir: Path = Path("manylora-data")
     """Folder of the database, the blobs, the usage journal and the admin key."""
     drain_s: float = 30.0
@@ -266,14 +262,14 @@ class ServerConfig:
     max_upload_bytes: int = 2 * GIB
     """Largest upload of an adapter, in bytes."""
     max_logprobs: int = 20
-    """Most alternatives per token in `logprobs`."""
+    """Largest number of alternatives per token in `logprobs`."""
     max_choices: int = 128
-    """Largest `n`, and most prompts in one completions request times `n`."""
+    """Largest `n`, and largest number of prompts in one completions request times `n`."""
     max_stops: int = 32
-    """Most stop strings of a request."""
+    """Largest number of stop strings of a request."""
     cors_origins: str = ""
     """Origins of web pages that may call the API with a key, separated by commas, such as https://chat.example.org; *
-    allows all. They cannot use a session of the dashboard."""
+    allows all. These pages cannot use a session of the dashboard."""
 
     def __post_init__(self) -> None:
         _require(bool(self.host), "server.host", "an address", self.host)
@@ -287,7 +283,8 @@ class ServerConfig:
             "server", self, max_logprobs=(0, 100), max_stops=(1, 1024), drain_s=(0, math.inf)
         )
         _check_choices("server", self, role=ServerRole, auth=Auth, metrics_aliases=MetricsAliases)
-        url, is_everywhere = self.advertised_url, self.host in ("0.0.0.0", "::")  # noqa: S104 - refused
+        url = self.advertised_url
+        is_everywhere = self.host in ("0.0.0.0", "::")  # noqa: S104 - refused
         is_own = (
             _is_server_url(url)
             if url is not None
@@ -316,21 +313,22 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryConfig:
-    """Where tenants, keys, adapters and usage are stored."""
+    """Storage of tenants, keys, adapters and usage."""
 
     database_url: str | None = None
     """sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE; when not set, SQLite in the data folder."""
     blob_url: str | None = None
-    """Where adapters are stored: a folder, file:///folder or s3://bucket[/prefix]; when not set, blobs/ in the data
+    """Store of the adapters: a folder, file:///folder or s3://bucket[/prefix]; when not set, blobs/ in the data
     folder. Keys, region and endpoint of S3 come from the AWS_... variables of the environment."""
     blob_cache_gib: float = 10.0
-    """With S3: most GiB of copies kept in blob-cache/ in the data folder; those used longest ago are deleted first."""
+    """With S3: largest size in GiB of the copies in blob-cache/ in the data folder. The least recently used go
+    first."""
     price_file: Path | None = None
     """YAML file of prices per million tokens; with it, usage shows costs."""
 
     def __post_init__(self) -> None:
         if self.blob_url and not _BLOB_URL.fullmatch(self.blob_url):
-            # What came is not repeated: somebody may have written a secret into it.
+            # The message does not repeat the value, because it may contain a secret.
             raise ConfigError(
                 "registry.blob_url must be a folder, file:///folder or s3://bucket[/prefix]. Keys, region and endpoint "
                 "of S3 go into AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL.",
@@ -340,14 +338,14 @@ class RegistryConfig:
 
     @property
     def s3_place(self) -> tuple[str, str] | None:
-        """Bucket and prefix, which may be empty; None where blobs lie in a folder."""
+        """Bucket and prefix, which may be empty; None if blobs are in a folder."""
         if not (self.blob_url or "").startswith("s3://"):
             return None
         bucket, _, prefix = str(self.blob_url).removeprefix("s3://").partition("/")
         return bucket, prefix.strip("/")
 
     def blob_dir(self, data_dir: Path) -> Path:
-        """Folder of the adapter blobs, or of the copies of those that are in S3."""
+        """Folder of the adapter blobs, or of their copies if they are in S3."""
         if self.s3_place is not None:
             return data_dir / "blob-cache"
         if not self.blob_url:
@@ -359,14 +357,14 @@ class RegistryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantDefaults:
-    """Limits of a new tenant, unless its creation sets others; null is no limit. Changes affect new tenants only."""
+    """Limits of a new tenant, unless it is created with others; null is no limit. Changes affect only new tenants."""
 
     requests_per_minute: int | None = 60_000
     """Requests in any 60 seconds. Refused requests do not count."""
     tokens_per_minute: int | None = None
     """Prompt and generated tokens in any 60 seconds."""
     concurrent_requests: int | None = 2048
-    """Requests at the same time; each holds a connection and memory."""
+    """Requests at the same time. Each needs a connection and memory."""
     tokens_per_month: int | None = None
     """Billed tokens in a calendar month (UTC)."""
     adapters: int | None = 4096
@@ -374,10 +372,10 @@ class TenantDefaults:
     stored_bytes: int | None = 64 * GIB
     """Bytes of all versions of its adapters."""
     adapter_pages: int | None = None
-    """Device pages of one adapter; its rank is bounded by `adapter.max_rank` already."""
+    """Device pages of one adapter, beside the limit of its rank by `adapter.max_rank`."""
     pinned_pages: int | None = 1024
-    """Device pages of all pinned adapters, which others cannot use; of an 8B model 1024 are about 25 adapters of rank
-    16."""
+    """Device pages of all pinned adapters, which others cannot use. With an 8B model, 1024 pages are about 25 adapters
+    of rank 16."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -397,14 +395,14 @@ class BatchConfig:
     max_file_bytes: int = 200 * MIB
     """Largest file of requests, in bytes."""
     max_lines: int = 50_000
-    """Most requests in one batch."""
+    """Largest number of requests in one batch."""
     max_files: int = 500
-    """Most files of a tenant, results included."""
+    """Largest number of files of a tenant, with results."""
     max_stored_bytes: int = 10 * GIB
-    """Most bytes of all files of a tenant."""
+    """Largest size of all files of a tenant, in bytes."""
     max_running: int = 128
-    """Most requests of all batches that run on this server at once. Tenants share them by weight; one that comes later
-    gets its share at once, beyond this number until lines of others have ended."""
+    """Largest number of requests of all batches that run on this server at once. Tenants share it by weight. A tenant
+    that comes later gets its share at once, above this number until lines of others have ended."""
 
     def __post_init__(self) -> None:
         _check_bounds("batch", self, **dict.fromkeys(self.__slots__, (1, math.inf)))
@@ -425,7 +423,7 @@ class Config:
 
     @property
     def blob_dir(self) -> Path:
-        """Folder of the adapter blobs, or of the copies of those that are in S3."""
+        """Folder of the adapter blobs, or of their copies if they are in S3."""
         return self.registry.blob_dir(self.server.data_dir)
 
 
@@ -438,7 +436,7 @@ class GatewayConfig:
 
 
 def _is_server_url(url: str) -> bool:
-    """Whether it is http or https, a host that others can reach, perhaps a port, and nothing else."""
+    """True if it has http or https, a host that others can reach, perhaps a port, and nothing else."""
     found = _SERVER_URL.fullmatch(url)
     if found is None or not 0 < int(found[3] or 80) <= 65535:
         return False
@@ -454,13 +452,13 @@ def usable_cores() -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is reachable from this machine only."""
+    """True if `host` is reachable only from this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, whatever it begins with
+    except ValueError:  # it is a name
         return False
 
 
 def environment() -> dict[str, str]:
-    """A copy of the process environment: the one place that reads it."""
+    """Copy the process environment. No other place reads it."""
     return dict(os.environ)  # noqa: TID251 - this is the one place

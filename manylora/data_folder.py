@@ -1,4 +1,4 @@
-"""The data folder and the secrets in it. Needs no database, so commands that start a server import it in no time."""
+"""The data folder and its secrets. Needs no database, so commands that start a server import it quickly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MIN_PEPPER_BYTES = 16
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the data folder (mode 0700), and see that files can be written there.
+    """Make the data folder (mode 0700), and check that files can be written there.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: The folder cannot be made or written to.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,15 +32,15 @@ def prepare_folder(folder: Path) -> None:
 
 
 def read_pepper(data_dir: Path, pepper: str | None, *, has_keys: bool) -> bytes:
-    """The pepper that was given, or the one in `data_dir`, made when missing.
+    """Return the given pepper, or the one in `data_dir`, which is made if it is missing.
 
     Args:
         data_dir: The data folder.
         pepper: The value of MANYLORA_PEPPER.
-        has_keys: Whether there are keys already: none of them would work with a new pepper.
+        has_keys: True if there are keys already, which would not work with a new pepper.
 
     Raises:
-        ConfigError: There are keys and no pepper, or the file cannot be read or made or holds none.
+        ConfigError: There are keys but no pepper, or the file cannot be read or made, or has no pepper.
     """
     if pepper is not None:
         return pepper.encode()
@@ -67,13 +67,13 @@ def read_pepper(data_dir: Path, pepper: str | None, *, has_keys: bool) -> bytes:
 
 
 def kept_secret(path: Path, fresh: str) -> str:
-    """The secret in a file, which is made (mode 0600) with the content `fresh` when missing.
+    """Read the secret in a file. A missing file is made (mode 0600) with the content `fresh`.
 
     The file appears complete or not at all, and is never replaced.
 
     Raises:
-        OSError: It cannot be read or made.
-        UnicodeDecodeError: It is not ASCII.
+        OSError: The file cannot be read or made.
+        UnicodeDecodeError: The secret is not ASCII.
     """
     if not path.exists():
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:  # mode 0600

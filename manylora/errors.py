@@ -1,8 +1,8 @@
-"""Every error Manylora raises on purpose.
+"""All errors that Manylora raises on purpose.
 
     ManyloraError
     * ConfigError                   a wrong setting, at start; exit code 2
-    * RequestError                  the client's doing
+    * RequestError                  the client's fault
       - InvalidRequestError         400
       - UnsupportedParameterError   400   code unsupported_parameter
       - ContextLengthError          400   code context_length_exceeded
@@ -13,25 +13,25 @@
       - ConflictError               409
       - PayloadTooLargeError        413
       - TimeoutExceededError        408
-      - RateLimitError              429   the caller's share is used up for now; Retry-After where waiting helps
+      - RateLimitError              429   the caller's share is used up for now; Retry-After if waiting helps
         . QuotaExceededError        429   code insufficient_quota: used up until the month ends
-    * AdapterError                  the uploaded artefact's doing
-      - AdapterFormatError          422   not what PEFT writes
+    * AdapterError                  the uploaded adapter's fault
+      - AdapterFormatError          422   not as PEFT writes it
       - AdapterIncompatibleError    422   sound, but not for this base or not supported
-    * CapacityError                 ours, passes with time; 503 with Retry-After
+    * CapacityError                 our fault, passes with time; 503 with Retry-After
       - QueueFullError
       - DrainingError
-      - EngineUnavailableError      the engine is starting, restarting, or died under the request
+      - EngineUnavailableError      the engine is starting, restarting, or died during the request
       - AdapterUnavailableError     the adapter's blob is missing or corrupt, or its load failed
       - ReplicaLostError            the replica that computed for a gateway is gone
-      - BusyError                   409   another request does the very same just now
-    * EngineError                   ours, does not pass; 500 with a constant body
+      - BusyError                   409   another request does the same at this moment
+    * EngineError                   our fault, does not pass; 500 with a constant body
       - PageAccountingError         pages were freed twice, handed out twice, or lost
       - StaleSlotError              a step refers to an adapter slot that was reused
-    * ClientError                   what `manylora.Client` raises: the server refused, is away, or is not Manylora
+    * ClientError                   raised by `manylora.Client`: the server refused, is away, or is not Manylora
 
-`code` is the machine-readable name that the HTTP error body carries. Messages say what was expected, what came, and
-what to do; they hold values of the caller's own input only.
+`code` is the machine-readable name in the HTTP error body. Messages say what was expected, what came, and what to do.
+The only values in them are those of the caller's own input.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ManyloraError(Exception):
 
     Args:
         message: What was expected, what came, and what to do.
-        code: Stable machine-readable name; the class's default when omitted.
-        param: The request field that is wrong, where there is one.
+        code: Stable machine-readable name; the class's default if omitted.
+        param: The wrong field of the request, if there is one.
     """
 
     code = "manylora_error"
@@ -61,7 +61,7 @@ class ManyloraError(Exception):
 
 
 class ConfigError(ManyloraError):
-    """A setting is wrong; Manylora does not start."""
+    """A setting is wrong, so Manylora does not start."""
 
     code = "config_invalid"
 
@@ -79,7 +79,7 @@ class InvalidRequestError(RequestError):
 
 
 class UnsupportedParameterError(RequestError):
-    """A field that Manylora does not know, or knows and does not offer."""
+    """A field is unknown or not supported."""
 
     code = "unsupported_parameter"
 
@@ -97,7 +97,7 @@ class NeverFitsError(RequestError):
 
 
 class AuthenticationError(RequestError):
-    """No key, or not a valid one."""
+    """There is no key, or it is not valid."""
 
     code = "invalid_api_key"
 
@@ -109,7 +109,7 @@ class ForbiddenError(RequestError):
 
 
 class NotFoundError(RequestError):
-    """No such object, or none that this caller may see."""
+    """There is no such object, or the caller may not see it."""
 
     code = "not_found"
 
@@ -136,9 +136,9 @@ class RateLimitError(RequestError):
     """The tenant or the key has reached a limit of its own.
 
     Args:
-        message: Which limit, and what to do.
-        retry_after_s: When there is room again, as far as is known; None where waiting does not help.
-        code: Stable machine-readable name; the class's default when omitted.
+        message: The limit, and what to do.
+        retry_after_s: Seconds until there is room again, as far as is known; None if waiting does not help.
+        code: Stable machine-readable name; the class's default if omitted.
     """
 
     code = "rate_limit_exceeded"
@@ -158,15 +158,15 @@ class QuotaExceededError(RateLimitError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with an adapter."""
+    """One fault of an adapter."""
 
     code: str
     message: str
-    """What was expected, and what came."""
+    """The expected and the given value."""
     param: str | None
-    """The field of the config, or the first tensor, that is wrong; None where it is a file as a whole."""
+    """Wrong field of the config, or first wrong tensor; None if a whole file is wrong."""
     hint: str
-    """What to do."""
+    """Advice to the owner."""
 
 
 class AdapterError(ManyloraError):

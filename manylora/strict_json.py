@@ -1,7 +1,7 @@
-"""JSON from strangers: what two readers could take differently, or what takes long to read, is refused.
+"""JSON from strangers. Documents that two readers could understand differently, or that take long to read, are refused.
 
-Knows nothing of what the document means; its callers give each refusal their own code. `loads` refuses all of that
-itself. `parse` leaves numbers out of range and lone surrogates to its callers, which name the field.
+Knows nothing of the meaning of a document; callers give each refusal their own code. `loads` refuses everything itself.
+`parse` leaves numbers out of range and lone surrogates to its callers, which name the field.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import orjson
 
 MAX_DEPTH = 128
-"""Most arrays and objects within one another: what writes JSON again fails at some hundreds."""
+"""Largest depth of nested arrays and objects. Writers of JSON fail at some hundreds."""
 MAX_INT = 1 << 53
 """Largest integer that every JSON reader keeps exactly."""
 MAX_SHOWN = 96
-"""Characters of a value that a message quotes."""
+"""Largest number of characters of a value in a message."""
 _REASONS = {
     "surrogate": "a lone surrogate",
     "UTF-8": "bytes that are not UTF-8, or a byte order mark",
@@ -27,12 +27,12 @@ _REASONS = {
     "end of data": "an early end",
     "control character": "a control character in a string",
 }
-"""Why orjson refuses, by its words."""
+"""Our reason for a refusal of orjson, by orjson's words."""
 _BEYOND = 10**20
 _LONGEST_INT = 20
 _LONGEST_FLOAT = 400
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*+\\?(?:"|\Z)', re.DOTALL)
-"""Matches at every quote, also one that is never closed: failing at each of many quotes would be quadratic."""
+"""Pattern of a string. It also matches a string without an end: to fail at each of many quotes would be quadratic."""
 _BRACKET = re.compile(rb"[][{}]")
 
 
@@ -45,14 +45,14 @@ class TooDeepError(JsonRefusedError):
 
 
 class DuplicateKeyError(JsonRefusedError):
-    """An object has two entries of one name."""
+    """An object has two entries with one name."""
 
 
 def check_depth(raw: bytes, max_depth: int) -> None:
     """Refuse more than `max_depth` open brackets at once, without parsing.
 
     Raises:
-        TooDeepError: It is nested deeper.
+        TooDeepError: The document is nested more deeply.
     """
     depth = 0
     for bracket in _BRACKET.finditer(STRING.sub(b"", raw)):
@@ -64,16 +64,14 @@ def check_depth(raw: bytes, max_depth: int) -> None:
 def loads(raw: bytes | str) -> Any:  # noqa: ANN401 - whatever the document holds
     """Parse JSON in UTF-8 without a byte order mark.
 
-    Refused are duplicate keys, NaN and Infinity, numbers beyond a float's range, lone surrogates, more than `MAX_DEPTH`
-    levels, and what stands after the document. Integers keep all their digits.
+    Duplicate keys, NaN and Infinity, numbers beyond a float's range, lone surrogates, more than `MAX_DEPTH` levels, and
+    text after the document are refused. Integers keep all their digits.
 
     Raises:
-        JsonRefusedError: It is not such a document (or TooDeepError, DuplicateKeyError).
+        JsonRefusedError: It is no such document; TooDeepError and DuplicateKeyError for these two cases.
     """
     try:
-        found = orjson.loads(
-            raw
-        )  # strict about Unicode and numbers, but silent about duplicate keys
+        found = orjson.loads(raw)  # orjson checks Unicode and numbers, but not duplicate keys
         _check_levels(found)
         return json.loads(raw, object_pairs_hook=_unique)
     except RecursionError:
@@ -88,7 +86,8 @@ def loads(raw: bytes | str) -> Any:  # noqa: ANN401 - whatever the document hold
 
 
 def _check_levels(value: object) -> None:
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
         if depth > MAX_DEPTH:
@@ -101,15 +100,15 @@ def _check_levels(value: object) -> None:
 def parse(raw: bytes, max_depth: int) -> object:
     """Parse UTF-8 JSON without a byte order mark.
 
-    NaN, Infinity and overlong or overflowing numbers come back as non-finite floats, integers of more than 20 digits
-    as plus or minus 10**20: callers that check ranges refuse them by name.
+    NaN, Infinity and too long or too large numbers become non-finite floats, integers of more than 20 digits become
+    plus or minus 10**20. Callers that check ranges refuse them by name.
 
     Args:
-        raw: The document; its size is the caller's to bound.
-        max_depth: Most open brackets at once.
+        raw: The document. The caller bounds its size.
+        max_depth: Largest number of open brackets at once.
 
     Raises:
-        JsonRefusedError: Not JSON (or TooDeepError, DuplicateKeyError).
+        JsonRefusedError: It is not JSON; TooDeepError and DuplicateKeyError for these two cases.
     """
     check_depth(raw, max_depth)
     try:

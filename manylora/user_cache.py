@@ -1,4 +1,4 @@
-"""The user's cache: folders of files that can be made again, and whether nobody else can change them."""
+"""The user's cache: folders of files that can be made again, and the check that nobody else can change them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from manylora.config import environment
 
 
 def cache_folder(part: str) -> Path:
-    """A folder of this user for files that can be made again; made if missing.
+    """Return a folder of this user for files that can be made again. It is made if it is missing.
 
     Raises:
-        OSError, RuntimeError: There is none; PermissionError where others can write to it, RuntimeError where the home
-            folder is unknown.
+        OSError: The folder cannot be made; PermissionError if others can write to it.
+        RuntimeError: The home folder is unknown.
     """
     base = Path(environment().get("XDG_CACHE_HOME", ""))
     folder = (base if base.is_absolute() else Path.home() / ".cache") / "manylora" / part
@@ -25,10 +25,10 @@ def cache_folder(part: str) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether it is this user's, and no other user may write to it.
+    """True if this user owns it and no other user may write to it.
 
     Raises:
-        OSError: It cannot be looked at.
+        OSError: Its owner and mode cannot be read.
     """
     state = path.stat()
     return state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

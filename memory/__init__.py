@@ -1,1 +1,1 @@
-"""The arena, its pages and who holds them. Does not know what pages mean to a model."""
+"""The arena, its pages and their holders. Knows nothing of models."""

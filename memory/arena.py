@@ -1,7 +1,4 @@
-"""The one device allocation, and the views through which pages are read as bytes, elements or KV cache.
-
-Knows no owners: the pool does.
-"""
+"""The one device allocation, and views of its pages as bytes, elements or KV cache. The pool knows the owners."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ import torch
 from manylora.memory.geometry import SCALE_BYTES, PageGeometry
 
 POISON_BYTE = 0xFF
-"""As bf16, fp16 or fp32, and so as the scale of int8, these bytes are NaN: a read of freed memory shows."""
+"""Byte that fills freed pages. Read as bf16, fp16 or fp32 it is NaN, so a read of freed memory shows."""
 
 DEVICE_LOST = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
-"""What errors of a lost device say that are not of the class `torch.AcceleratorError`."""
+"""Texts in errors of a lost device that are not of the class `torch.AcceleratorError`."""
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What errors say after which the device works on, whatever their class."""
+"""Texts in errors of any class after which the device still works."""
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whether an error says that the device failed for good: every later call of it in this process fails too."""
+    """True if an error means that the device is lost: every later call of it in this process fails too."""
     if any(words in str(error) for words in OUT_OF_MEMORY):
         return False
     return isinstance(error, torch.AcceleratorError) or any(
@@ -63,7 +60,7 @@ class Arena:
         """The K and V cache of one layer.
 
         Args:
-            layer: Index in the model; the pages it applies to are those of its layer group's block table.
+            layer: Index in the model. Its pages are those in the block table of its layer group.
 
         Returns:
             Two strided views [num_pages, num_kv_heads, page_tokens, head_dim].
@@ -113,7 +110,7 @@ class Arena:
         self._fill(pages, 0)
 
     def zero_listed(self, pages: torch.Tensor) -> None:
-        """Fill pages with zeros that are listed on the device, [N], int32; nothing is copied from the host."""
+        """Fill pages with zeros. Their numbers are on the device, [N], int32, so nothing is copied from the host."""
         self.bytes.index_fill_(0, pages.long(), 0)
 
     def poison(self, pages: Sequence[int]) -> None:
@@ -135,10 +132,10 @@ class Arena:
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Zero bytes.
+    """Memory full of zeros.
 
-    On the CPU the operating system hands out zero pages at first touch, where torch would write them all: a pool of
-    4 GiB takes no time and no memory until it is used.
+    On the CPU the operating system hands out zero pages at first touch, while torch would write all of them. So a pool
+    of 4 GiB takes no time and no memory until it is used.
     """
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
@@ -146,21 +143,21 @@ def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
 
 
 def mark(device: torch.device) -> torch.cuda.Event:
-    """An event that occurs when a GPU has done what the calling thread has launched so far."""
+    """Record an event that occurs when a GPU has done everything that the calling thread has launched so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 BYTES_AT_ONCE = 1 << 20
-"""A CPU copies these in a tenth of a millisecond; that a step and two threads take turns costs more."""
+"""A CPU copies this much in a tenth of a millisecond, which is less than it costs to let other threads take turns."""
 
 
 class PageCopier:
     """Blocking page copies; on CUDA they run on a stream of their own beside the steps.
 
     Args:
-        arena: Where to.
+        arena: The arena that is written.
         pause: Called after each page on a CPU; elsewhere copies take no core.
     """
 
@@ -174,7 +171,7 @@ class PageCopier:
         self._stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def fence(self) -> torch.cuda.Event | None:
-        """Mark what the calling thread has launched so far; a copy given the mark starts after it."""
+        """Mark everything that the calling thread has launched so far; a copy that gets the mark starts after it."""
         return None if self._stream is None else mark(self._arena.device)
 
     def copy_now(self, sources: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
@@ -190,12 +187,12 @@ class PageCopier:
     def copy(
         self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None
     ) -> None:
-        """Overwrite arena pages, and return when the bytes are there.
+        """Overwrite arena pages, and return when the copy is complete.
 
         Args:
             sources: uint8 [page_bytes] each, on the host.
             pages: Arena page for each source; no step may be reading it.
-            fence: From `fence`, taken after the pages were allocated.
+            fence: Result of `fence`, taken after the pages were allocated.
         """
         if self._stream is None:
             for source, page in zip(sources, pages, strict=True):

@@ -1,4 +1,4 @@
-"""The KV pages of one request, in order. Knows no pool: pages come from the caller and go back through it."""
+"""KV pages of one request, in order. Knows no pool: the caller brings pages and takes them back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from manylora.memory.geometry import PageGeometry
 
 FIRST_BLOCKS = 8
-"""Blocks that a new table has room for; it doubles when it is full."""
+"""Blocks that a new table has room for; a full table doubles its room."""
 
 
 class BlockTable:
@@ -24,22 +24,22 @@ class BlockTable:
         self._geometry = geometry
         self._room = np.zeros((geometry.num_groups, FIRST_BLOCKS), dtype=np.int32)
         self.pages: list[npt.NDArray[np.int32]] = [row[:0] for row in self._room]
-        """[num_groups] arrays [num_blocks], int32: page numbers. The list stays the same, its arrays are replaced."""
+        """Page numbers: a list of num_groups arrays [num_blocks], int32. The list stays, its arrays are replaced."""
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks held."""
+        """KV blocks in the table."""
         return len(self.pages[0])
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks to append so that `num_tokens` tokens in all fit; 0 when they already do."""
+        """Blocks to append until `num_tokens` tokens in all fit; 0 if they fit already."""
         return max(0, self._geometry.blocks(num_tokens) - self.num_blocks)
 
     def append(self, pages: Sequence[int]) -> None:
         """Add whole blocks.
 
         Args:
-            pages: One page per layer group of the first new block, then of the next, and so on.
+            pages: Pages of each new block in turn, one per layer group.
 
         Raises:
             ValueError: If the pages are not whole blocks.
@@ -47,7 +47,8 @@ class BlockTable:
         num_groups = self._geometry.num_groups
         if len(pages) % num_groups:
             raise ValueError(f"a block is {num_groups} pages, got {len(pages)} pages")
-        first, end = self.num_blocks, self.num_blocks + len(pages) // num_groups
+        first = self.num_blocks
+        end = self.num_blocks + len(pages) // num_groups
         if end > self._room.shape[1]:
             room = np.zeros((num_groups, max(end, 2 * self._room.shape[1])), dtype=np.int32)
             room[:, :first] = self._room[:, :first]
@@ -56,7 +57,7 @@ class BlockTable:
         self.pages[:] = [row[:end] for row in self._room]
 
     def by_block(self, first: int = 0, end: int | None = None) -> list[int]:
-        """Pages of the blocks from `first` up to `end`: one per layer group of the first, then of the next."""
+        """Pages of each block from `first` up to `end` in turn, one per layer group."""
         pages: list[int] = (
             self._room[:, first : self.num_blocks if end is None else end].T.reshape(-1).tolist()
         )

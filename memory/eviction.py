@@ -1,7 +1,7 @@
-"""One evictor for everything that can be loaded or computed again: idle adapters and cached prefixes.
+"""The evictor of everything that can be loaded or computed again: idle adapters and cached prefixes.
 
-Knows what an item costs and how often it is used, not what it is. Items in use are unknown here: the owner offers an
-item when its last user is done, and withdraws it when the next one comes.
+Knows the cost and the uses of an item, not its kind. Items in use are unknown here: the owner offers an item when its
+last user is done, and withdraws it when the next one comes.
 """
 
 from __future__ import annotations
@@ -20,81 +20,81 @@ from manylora.memory.pool import PageKind, PagePool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCosts:
-    """Seconds."""
+    """Times to bring back what was evicted."""
 
     copy_s: float
-    """One page between host and device."""
+    """Seconds to copy a page between host and device."""
     load_s: float
-    """One page of an adapter from the store into host memory: read, hashed, checked and packed."""
+    """Seconds to bring a page of an adapter from the store to host memory: read, hash, check and pack."""
     token_s: float
-    """One token of a prompt, computed with others."""
+    """Seconds to compute a token of a prompt together with others."""
 
 
 HALF_LIFE_S = 120.0
-"""Seconds after which a use counts half."""
+"""Seconds in which the weight of a use halves."""
 MIN_COMPACTION = 64
-"""Withdrawn entries that the heap may always keep."""
+"""Number of withdrawn entries that the heap may always keep."""
 
 
 class UseCount:
-    """Recent uses of an item: each use counts 1, and half after every `HALF_LIFE_S` seconds."""
+    """Recent uses of an item. A use counts 1 at first, and half as much after every `HALF_LIFE_S` seconds."""
 
     __slots__ = ("last_s", "value")
 
     def __init__(self) -> None:
         self.value = 0.0
         self.last_s = 0.0
-        """Second of the last use."""
+        """Time of the last use, in seconds."""
 
     def note(self, now_s: float, weight: float = 1.0, at_least: float = 0.0) -> None:
-        """Count a use; with a weight of 0 it was counted before, and only the time is noted. Never below `at_least`."""
+        """Count a use. A weight of 0 notes only its time. The count becomes at least `at_least`."""
         self.value = max(
             weight + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S), at_least
         )
         self.last_s = now_s
 
     def lift(self, other: UseCount) -> None:
-        """Count as used no less, and no longer ago, than another, which cannot be used without this."""
+        """Raise the count and the time to at least those of another item, which cannot be used without this one."""
         self.value = max(self.value, other.value)
         self.last_s = max(self.last_s, other.last_s)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Evictable(ABC):
-    """What may be taken away. Compared by identity."""
+    """An item that may be evicted. Compared by identity."""
 
     kind: PageKind
     """Kind of its pages."""
     pages: list[int] = field(default_factory=list)
     """Pages that are freed when it is evicted."""
     depth: int = 0
-    """Number of blocks before it; with equal scores the deepest goes first."""
+    """Number of blocks before it. Among equal scores the deepest goes first."""
     last_step: int = 0
     """The last step that may read its pages."""
     evict_last: bool = False
-    """Whether it goes only when nothing else is left."""
+    """True for an item that goes only when nothing else is left."""
     uses: UseCount = field(default_factory=UseCount)
-    """How often it is used."""
+    """Its recent uses."""
 
     @property
     def num_pages(self) -> int:
-        """Pages that are its own."""
+        """Number of its own pages."""
         return len(self.pages)
 
     @abstractmethod
     def reload_cost(self) -> tuple[float, int]:
-        """Seconds to have it again, and pages that taking it frees, both with all that goes with it."""
+        """Seconds to bring it back, and pages that its eviction frees; both include the items that go with it."""
 
     @abstractmethod
     def evict(self) -> None:
-        """Give up the pages, and all that depends on them; whatever else goes is withdrawn."""
+        """Give up the pages and everything that depends on them. Dependent items are withdrawn."""
 
 
 class Lru:
-    """Least recently used first. A policy: the item with the smallest score is evicted first."""
+    """A policy: the item with the smallest score is evicted first. Here it is the least recently used one."""
 
     def score(self, item: Evictable) -> float:
-        """The score as of now, which is kept until the item is offered again: the second of the last use."""
+        """Score of an item now, here the time of its last use. It is kept until the item is offered again."""
         return item.uses.last_s
 
     def evicted(self, score: float) -> None:
@@ -102,17 +102,17 @@ class Lru:
 
 
 class Gdsf(Lru):
-    """Greedy-dual-size-frequency (Cherkasova, 1998): fewest seconds per page to have again, weighted by use, first.
+    """Greedy-dual-size-frequency (Cherkasova, 1998): fewest seconds per page to bring back, weighted by use, go first.
 
-    The inflation is the score of the last item that was evicted. It is added to whatever is used later, so that an item
-    that was expensive and is no longer used is evicted in the end.
+    The inflation is the score of the last evicted item. It is added to the score of each later use, so an expensive
+    item that is no longer used is evicted in the end.
     """
 
     def __init__(self) -> None:
         self._inflation = 0.0
 
     def score(self, item: Evictable) -> float:
-        """Inflation + uses * seconds / pages."""
+        """Score of an item now: inflation + uses * seconds / pages."""
         cost_s, pages = item.reload_cost()
         return self._inflation + item.uses.value * cost_s / max(pages, 1)
 
@@ -126,16 +126,16 @@ def eviction_policy(name: Literal["gdsf", "lru"]) -> Lru:
     return Lru() if name == "lru" else Gdsf()
 
 
-_Entry = tuple[bool, float, int, int, Evictable]
-"""Goes last, score, minus depth, ticket, item."""
+_HeapEntry = tuple[bool, float, int, int, Evictable]
+"""Sort key and item: goes last, score, minus depth, ticket, item."""
 
 
 class Evictor:
-    """What can be evicted now, and the eviction of it. Not thread-safe: it belongs to the engine's thread.
+    """Keeps the items that can be evicted now, and evicts them. Not thread-safe: it belongs to the engine's thread.
 
     Args:
-        pool: Where the pages go.
-        policy: In what order.
+        pool: Pool that gets the pages back.
+        policy: Order of eviction.
         clock: Monotonic seconds.
     """
 
@@ -145,29 +145,29 @@ class Evictor:
         self._pool = pool
         self._policy = policy
         self._clock = clock
-        self._heap: list[_Entry] = []
-        self._offered: dict[int, tuple[_Entry, int]] = {}
-        """Entry and pages of each item that is offered, by the item's id; the entry keeps the item alive."""
+        self._heap: list[_HeapEntry] = []
+        self._offered: dict[int, tuple[_HeapEntry, int]] = {}
+        """Entry and number of pages of each offered item, by the item's id. The entry keeps the item alive."""
         self._last_ticket = 0
         self.evictions: Counter[str] = Counter()
         """Evictions since start, by kind of page."""
         self.num_evictable = 0
-        """Pages of all that is offered."""
+        """Pages of all offered items."""
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or can be."""
+        """Pages that are free or can be evicted."""
         return self._pool.num_free + self.num_evictable
 
     def __contains__(self, item: Evictable) -> bool:
         return id(item) in self._offered
 
     def used(self, item: Evictable, weight: float = 1.0) -> None:
-        """Count a use of an item, offered or not; the score is made when it is offered."""
+        """Count a use of an item. Its score changes the next time that it is offered."""
         item.uses.note(self._clock(), weight)
 
     def offer(self, item: Evictable) -> None:
-        """Allow an item to be evicted; an item that is offered already gets a new score."""
+        """Allow an item to be evicted. An item that is offered already gets a new score."""
         self.withdraw(item)
         self._last_ticket += 1
         entry = (item.evict_last, self._policy.score(item), -item.depth, self._last_ticket, item)
@@ -185,13 +185,13 @@ class Evictor:
             self.num_evictable -= offer[1]
 
     def take(self, item: Evictable) -> None:
-        """Evict an item because what it depends on goes, or for its owner's own reasons."""
+        """Evict an item because an item goes that it depends on, or because its owner wants it."""
         self.withdraw(item)
         self.evictions[item.kind] += 1
         item.evict()
 
     def first(self, items: Iterable[Evictable]) -> Evictable | None:
-        """Of some items, the one that goes first; None when none of them can go now."""
+        """The item that goes first among these; None if none of them can go now."""
         known = (self._offered.get(id(item)) for item in items)
         entries = [
             offer[0] for offer in known if offer is not None and self._is_free_at_once(offer[0][4])
@@ -199,14 +199,14 @@ class Evictor:
         return min(entries)[4] if entries else None
 
     def make_room(self, num_free: int, also: Evictable | None = None) -> bool:
-        """Have `num_free` pages free, evicting what is cheapest to have again.
+        """Get `num_free` pages free. The items that are cheapest to bring back are evicted.
 
         Args:
             num_free: Pages.
-            also: From `first`: this item is always evicted, because the caller needs its slot.
+            also: Result of `first`. It is always evicted, because the caller needs its slot.
 
         Returns:
-            Whether they are free; if not, nothing was evicted.
+            True if the pages are free; if not, nothing was evicted.
         """
         lacking = num_free - self._pool.num_free - (also.num_pages if also is not None else 0)
         victims = self._choose(lacking, also)
@@ -215,43 +215,40 @@ class Evictor:
         if also is not None:
             self._evict(self._offered[id(also)][0])
         for index, entry in enumerate(victims):
-            if (
-                self._pool.num_free >= num_free
-            ):  # more went with those before than they have themselves
+            if self._pool.num_free >= num_free:  # dependent items went too, so enough is free
                 for spared in victims[index:]:
                     heapq.heappush(self._heap, spared)
                 break
-            if entry[4] in self:  # else it went with one before it
+            if entry[4] in self:  # if not, it went with an item before it
                 self._evict(entry)
         return self._pool.num_free >= num_free
 
     def check(self) -> None:
-        """Verify the count of evictable pages, and that whatever is offered can be found.
+        """Verify the count of evictable pages, and that each offered item has a place in the order.
 
         Raises:
-            PageAccountingError: The count is not the sum over what is offered, or an offered item has no place in the
-                order.
+            PageAccountingError: The count is not the sum over offered items, or an offered item has no place.
         """
         if sum(self._is_current(entry) for entry in self._heap) != len(self._offered):
             raise PageAccountingError(
-                f"{len(self._offered)} things can be evicted, but not all have a place in the order"
+                f"{len(self._offered)} items are offered for eviction, but not all have a place in the order"
             )
         offered = [(entry[4], pages) for entry, pages in self._offered.values()]
         if any(item.num_pages != pages for item, pages in offered):
             raise PageAccountingError(
-                "something that can be evicted has other pages than when it was offered"
+                "an item that is offered for eviction has another number of pages than when it was offered"
             )
         if sum(pages for _, pages in offered) != self.num_evictable:
             raise PageAccountingError(
-                f"{self.num_evictable} pages are said to be evictable, offered are {offered}"
+                f"{self.num_evictable} pages are counted as evictable, but offered are {offered}"
             )
 
-    def _choose(self, lacking: int, also: Evictable | None) -> list[_Entry] | None:
-        """The entries that go, taken off the heap; None, and nothing taken, when they are too few."""
+    def _choose(self, lacking: int, also: Evictable | None) -> list[_HeapEntry] | None:
+        """Take the entries that go off the heap; if they have too few pages, return None and take nothing."""
         if lacking > self.num_evictable:
             return None
-        chosen: list[_Entry] = []
-        passed_over: list[_Entry] = []
+        chosen: list[_HeapEntry] = []
+        passed_over: list[_HeapEntry] = []
         while lacking > 0 and self._heap:
             entry = heapq.heappop(self._heap)
             if not self._is_current(entry):
@@ -265,14 +262,14 @@ class Evictor:
             heapq.heappush(self._heap, entry)
         return chosen if lacking <= 0 else None
 
-    def _evict(self, entry: _Entry) -> None:
+    def _evict(self, entry: _HeapEntry) -> None:
         self._policy.evicted(entry[1])
         self.take(entry[4])
 
-    def _is_current(self, entry: _Entry) -> bool:
+    def _is_current(self, entry: _HeapEntry) -> bool:
         offer = self._offered.get(id(entry[4]))
         return offer is not None and offer[0] is entry
 
     def _is_free_at_once(self, item: Evictable) -> bool:
-        """Whether no step may still read its pages, so that they need no quarantine."""
+        """True if no step may still read its pages, so they need no quarantine."""
         return item.last_step <= self._pool.completed_step

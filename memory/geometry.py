@@ -1,4 +1,4 @@
-"""Size of a page, and layout of one KV block inside it. Plain numbers, no torch."""
+"""Size of a page, and the layout of a KV block inside it. Plain numbers, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE_TOKEN_CHOICES = (16, 32, 64, 128)
 MIN_PAGE_BYTES = 768 * 1024
 MAX_PAGE_BYTES = 2 * 1024 * 1024
 SCALE_BYTES = 4
-"""Bytes of the float32 scale that a token's key or value of one head has, if these are int8."""
+"""Bytes of the float32 scale of an int8 key or value of one token and head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class PageGeometry:
     dtype_bytes: int
     """Bytes of one element of LoRA weights, and of KV cache that is not int8."""
     is_kv_int8: bool = False
-    """True if keys and values are int8, each token's of each head with a float32 scale."""
+    """True if keys and values are int8. Those of each token and head have a float32 scale then."""
 
     @property
     def kv_vectors(self) -> int:
@@ -73,8 +73,7 @@ def page_geometry(
     be smaller even at 128, take 16, doubled until the largest row group fits. Where 16 tokens exceed 2 MiB, the layers
     are split into the smallest power-of-two number of groups that does not.
 
-    With int8 keys and values, a page has as many times the tokens as its elements are smaller, and a little more bytes,
-    for the scales.
+    With int8 keys and values, a page has `dtype_bytes` times as many tokens, and a few more bytes for the scales.
 
     Args:
         num_layers: Decoder layers.
@@ -82,7 +81,7 @@ def page_geometry(
         head_dim: Elements per head.
         dtype_bytes: Bytes per element of LoRA weights, and of KV cache that is not int8.
         largest_row_features: Elements of the widest LoRA row (the largest in or out features of any module).
-        is_kv_int8: Whether keys and values are int8 with scales.
+        is_kv_int8: True for keys and values of int8 with scales.
     """
     layer_token_bytes = 2 * num_kv_heads * head_dim * dtype_bytes
     largest_group_bytes = GROUP_ROWS * row_pitch_bytes(largest_row_features, dtype_bytes)
@@ -104,7 +103,7 @@ def page_geometry(
     page_bytes = page_tokens * token_bytes
     if is_kv_int8:
         page_tokens *= dtype_bytes
-        # Torch operators gather whole vectors from the arena, so a page is a multiple of them, too.
+        # Torch operators gather whole vectors from the arena, so a page is also a multiple of a vector.
         unit = math.lcm(PITCH_BYTES, head_dim)
         page_bytes = -(-page_bytes * (head_dim + SCALE_BYTES) // head_dim // unit) * unit
     return PageGeometry(

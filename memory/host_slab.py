@@ -1,4 +1,4 @@
-"""Host memory in pages of the arena's size, pinned where a device copies from it. Safe to use from several threads."""
+"""Host memory in pages of the arena's size, page-locked if a device copies from it. Thread-safe."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class HostSlab:
     """One host allocation with a pool of its own; allocations are all or nothing.
 
     Args:
-        num_pages: Pages; may be 0, then nothing is ever handed out.
+        num_pages: Pages. With 0, nothing is ever handed out.
         page_bytes: Bytes of a page, as in the arena.
-        pinned: Whether the memory is page-locked, which CUDA copies need to run asynchronously.
+        pinned: Page-lock the memory, which CUDA copies need to run asynchronously.
 
     Raises:
-        ConfigError: The system does not let so much memory be page-locked.
+        ConfigError: The system does not let this much memory be page-locked.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, pinned: bool) -> None:
@@ -52,7 +52,7 @@ class HostSlab:
             return self._pool.num_free
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages, or None and nothing taken."""
+        """Take `count` pages; if they are not free, return None and take nothing."""
         with self._lock:
             return self._pool.allocate(count, "adapter")
 
@@ -66,7 +66,7 @@ class HostSlab:
             self._pool.free(pages, 0)
 
     def check(self) -> None:
-        """Verify that every page is free or in use, not both and not neither.
+        """Verify that every page is either free or in use.
 
         Raises:
             PageAccountingError: If pages were lost or doubled.
@@ -76,16 +76,16 @@ class HostSlab:
 
 
 def _own_mapping(size: int) -> torch.Tensor:
-    """Memory of exactly so many bytes, aligned to pages: torch's allocator of pinned memory rounds to powers of two.
+    """Allocate exactly `size` bytes, aligned to pages; torch's allocator of pinned memory rounds to powers of two.
 
     Raises:
-        ConfigError: There is not so much.
+        ConfigError: There is not enough memory.
     """
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise _refusal(size, str(error)) from error
-    with suppress(OSError):  # a kernel without them takes longer to page-lock
+    with suppress(OSError):  # without huge pages, page-locking takes longer
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -105,7 +105,7 @@ def _pin(owner: HostSlab, address: int, size: int) -> Callable[[], object]:
         status = cudart.cudaHostUnregister(address)
         if (
             int(status) != 0
-        ):  # where the device is lost; the system frees the memory when the process ends
+        ):  # the device is lost; the system frees the memory when the process ends
             logger.warning("host memory stays page-locked: %s", cudart.cudaGetErrorString(status))
 
     return weakref.finalize(owner, unregister)
@@ -120,7 +120,7 @@ def _refusal(size: int, reason: str) -> ConfigError:
 
 
 class SwapSpace:
-    """Takes pages of the host slab, as far as their share goes.
+    """The share of the host slab that holds KV of preempted requests.
 
     Args:
         slab: Shared with the adapters' page images.
@@ -136,7 +136,7 @@ class SwapSpace:
         """Host pages held."""
 
     def take(self, count: int) -> list[int] | None:
-        """Take `count` host pages, or None and nothing taken."""
+        """Take `count` host pages; if there is no room, return None and take nothing."""
         if self.num_used + count > self._max_pages or not self._make_room(count):
             return None
         pages = self._slab.allocate(count)
@@ -154,6 +154,6 @@ class SwapSpace:
         }
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free host pages that no copy reads or writes any more."""
+        """Free host pages. No copy may read or write them any more."""
         self._slab.free(pages)
         self.num_used -= len(pages)

@@ -13,7 +13,7 @@ MAX_CELLS = 4096
 _NUM_STATES = len(PAGE_STATES)
 _IS_OWNED = np.array([state in PAGE_KINDS for state in PAGE_STATES])
 _PADDING = _NUM_STATES
-"""Fills the last cell up to the size of the others, and is not counted."""
+"""State of padding in the last cell. It is not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class PageUse:
 
     kind: PageState
     owner: int = NO_OWNER
-    """As given to `PagePool.allocate`; -1 for a page without an owner."""
+    """Owner as given to `PagePool.allocate`; -1 for a page without an owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,16 @@ class PageMap:
     """All pages that can be handed out, in the order of the arena, as at most `MAX_CELLS` cells."""
 
     pages_per_cell: int
-    """The last cell may stand for fewer."""
+    """Pages that a cell stands for; the last cell may stand for fewer."""
     uses: list[PageUse]
-    """What occurs in the map, each once."""
+    """Kinds and owners that occur in the map, each once."""
     runs: list[tuple[int, int]]
     """(number of equal consecutive cells, index in `uses`), in order. A cell of several pages shows the kind that most
     of them have, and the owner of the first page of that kind."""
 
 
 def page_map(pool: PagePool, max_cells: int = MAX_CELLS) -> PageMap:
-    """The pool as it is now; takes time in proportion to its pages, some 10 ns each."""
+    """Draw the pool as it is now. Each page takes some 10 ns."""
     states, owners = (np.asarray(marks) for marks in pool.marks())
     pages_per_cell = -(-len(states) // max_cells)
     if pages_per_cell > 1:
@@ -61,7 +61,7 @@ def page_map(pool: PagePool, max_cells: int = MAX_CELLS) -> PageMap:
 def _cells(
     states: npt.NDArray[np.uint8], owners: npt.NDArray[np.int32], pages_per_cell: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """The kind that most pages of each cell have, and the owner of the first such page."""
+    """Most frequent kind of the pages of each cell, and the owner of the first such page."""
     num_cells = -(-len(states) // pages_per_cell)
     padded = np.full(num_cells * pages_per_cell, _PADDING, np.uint8)
     padded[: len(states)] = states

@@ -1,7 +1,7 @@
 """The owner of each page of the arena: a free list, a kind per page, and a quarantine for pages just freed.
 
-Knows page numbers only, neither their bytes nor what they mean. Page 0 of the arena, the zero page, is never handed
-out. Not thread-safe: that of the arena belongs to the engine's thread.
+Knows page numbers only, not the bytes of pages. Page 0 of the arena, the zero page, is never handed out. Not
+thread-safe: the arena's pool belongs to the engine's thread.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _OWNED = frozenset(_CODES[kind] for kind in PAGE_KINDS)
 class PagePool:
     """Hands out pages and takes them back.
 
-    A page is free, owned (as one of `PAGE_KINDS`), or in quarantine: freed while a step that was under way could still
-    read it, and free again once that step is complete.
+    A page is free, owned (as one of `PAGE_KINDS`), or in quarantine. A page goes to quarantine if it is freed while a
+    running step may still read it, and becomes free once that step is complete.
 
     Args:
         num_pages: Pages of the arena, the zero page included; at least 2.
-        on_release: Called with pages at the moment they become free (debugging fills them with a poison).
-        on_first_use: Called with pages just before they are handed out for the first time. Memory that is never used
-            is then never touched.
-        first_page: The first page to hand out; the pages before it belong to another pool. 0 is for other things than
-            the arena, which have no zero page, and of which there may be none.
+        on_release: Called with pages when they become free (debugging fills them with poison).
+        on_first_use: Called with pages just before they are handed out for the first time. So memory that is never
+            used is never touched.
+        first_page: The first page to hand out; the pages before it belong to another pool. 0 is for pools without a
+            zero page, such as adapter slots; they may have no page at all.
 
     Raises:
         ValueError: If the arena has no page to hand out.
@@ -57,10 +57,10 @@ class PagePool:
         self._on_release = on_release
         self._on_first_use = on_first_use
         self._first_unused = first_page
-        """This page and those behind it were never handed out: they lie at the bottom of the free list."""
+        """First page that was never handed out. It and all pages behind it are at the bottom of the free list."""
         self._free = list(range(num_pages - 1, first_page - 1, -1))
         self._states = bytearray(num_pages)
-        """By page, an index of `PAGE_STATES`."""
+        """State of each page, as an index of `PAGE_STATES`."""
         self._owners = array("i", [NO_OWNER]) * num_pages
         self._counts: dict[str, int] = {
             "free": self.capacity,
@@ -74,7 +74,7 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that can be owned at once: in the arena all but the zero page."""
+        """Pages that can be owned at once; in the arena, all but the zero page."""
         return self.num_pages - self.first_page
 
     @property
@@ -92,11 +92,11 @@ class PagePool:
         return dict(self._counts)
 
     def state(self, page: int) -> PageState:
-        """What a page is."""
+        """State of a page."""
         return PAGE_STATES[self._states[page]]
 
     def marks(self) -> tuple[memoryview, memoryview]:
-        """Of each page that can be handed out, read only: an index of `PAGE_STATES`, and its last owner, 32 bits."""
+        """State of each page that can be handed out, as an index of `PAGE_STATES`, and its last owner; read only."""
         return (
             memoryview(self._states)[self.first_page :].toreadonly(),
             memoryview(self._owners)[self.first_page :].toreadonly(),
@@ -105,15 +105,15 @@ class PagePool:
     def allocate(self, count: int, kind: PageKind, owner: int = NO_OWNER) -> list[int] | None:
         """Take `count` pages for `kind`, all or nothing.
 
-        The bytes of the pages are whatever their last owner left.
+        The pages hold the bytes that their last owner left.
 
         Args:
-            count: How many.
-            kind: As what.
-            owner: A number of the caller, which `marks` returns. Pages keep it when they change their kind.
+            count: Number of pages.
+            kind: Kind that the pages get.
+            owner: A number that `marks` returns. Pages keep it when they change their kind.
 
         Returns:
-            The page numbers, or None (and nothing taken) when fewer than `count` pages are free.
+            The page numbers. If fewer than `count` pages are free, None, and nothing was taken.
         """
         if count < 0:
             raise ValueError(f"count must be at least 0, got {count}")
@@ -136,7 +136,7 @@ class PagePool:
         return pages
 
     def change_kind(self, pages: Sequence[int], kind: PageKind) -> None:
-        """Turn owned pages into pages of another kind, their bytes untouched.
+        """Turn owned pages into pages of another kind. Their bytes stay.
 
         Raises:
             PageAccountingError: If a page is not owned or named twice; then nothing was changed.
@@ -149,8 +149,8 @@ class PagePool:
 
         Args:
             pages: Owned pages, each once.
-            last_step: The last step that may read them. They are free at once when it is complete (or 0), otherwise
-                after `complete` was called with it or a later one.
+            last_step: The last step that may read them. If it is complete, or 0, they are free at once; otherwise when
+                `complete` is called with this step or a later one.
 
         Raises:
             PageAccountingError: If a page is not owned or named twice; then nothing was freed.

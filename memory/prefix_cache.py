@@ -4,8 +4,8 @@ A block is cached once it is full and the step that wrote it is complete. From t
 to the cache; requests hold references. A request that holds a block holds all blocks before it. Blocks without
 references are offered to the evictor.
 
-Blocks form groups, one per adapter (and one for the base model): keys and values of an evicted adapter are useless,
-so a group is evicted with its adapter. Knows neither tenants nor adapters: a chain's seed decides what is shared.
+Blocks form groups, one per adapter and one for the base model. Keys and values of an evicted adapter are useless, so a
+group is evicted with its adapter. Knows neither tenants nor adapters: a chain's seed decides what is shared.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from manylora.memory.pool import PageKind, PagePool
 
 
 def chain_seed(*fields: str) -> bytes:
-    """Name of the empty sequence, from which a chain starts: SHA-256 over the fields, each preceded by its length.
+    """Name of the empty sequence, with which a chain starts: SHA-256 over the fields, each preceded by its length.
 
-    Two sequences share a block only if all their fields are equal, so whatever changes keys and values (or who may see
-    them) belongs here.
+    Two sequences share a block only if all their fields are equal. So the fields must name everything that changes keys
+    and values, or that decides who may see them.
     """
     digest = hashlib.sha256()
     for text in fields:
@@ -51,7 +51,7 @@ class TokenChain:
         self.digests: list[bytes] = []
         """Name of each full block: SHA-256 over the name before it, the number of tokens, the tokens."""
         self.blocks: list[tuple[int, ...]] = []
-        """The tokens of each."""
+        """Tokens of each full block."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,13 +59,14 @@ class TokenChain:
         return len(self.blocks) * self._block_tokens
 
     def copy(self) -> TokenChain:
-        """A chain with the same blocks, to be extended by other tokens."""
+        """Copy the chain, so that the copy can be extended by other tokens."""
         chain = TokenChain(self._last, self._block_tokens)
-        chain.digests, chain.blocks = list(self.digests), list(self.blocks)
+        chain.digests = list(self.digests)
+        chain.blocks = list(self.blocks)
         return chain
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens that follow `num_tokens`; what does not fill a block is left for the next call."""
+        """Add the tokens that follow `num_tokens`. Tokens that do not fill a block are left for the next call."""
         for start in range(0, len(token_ids) - self._block_tokens + 1, self._block_tokens):
             block = tuple(token_ids[start : start + self._block_tokens])
             content = struct.pack("<Q", len(block)) + array("q", block).tobytes()
@@ -85,7 +86,7 @@ class PrefixBlock(Evictable):
     parent: PrefixBlock | None
     group: str | None
     children: dict[PrefixBlock, None] = field(default_factory=dict)
-    """Cached blocks that follow it, in the order in which they came, so that runs can be repeated."""
+    """Cached blocks that follow it, in the order in which they came. A fixed order makes runs repeatable."""
     refs: int = 0
     """Requests that hold it."""
 
@@ -94,7 +95,7 @@ class PrefixBlock(Evictable):
         return self.cache.block_s, self.num_pages
 
     def evict(self) -> None:
-        """Leave the cache, with all blocks that follow."""
+        """Leave the cache together with all blocks that follow."""
         self.cache.remove(self)
 
 
@@ -102,7 +103,7 @@ class PrefixCache:
     """Cached blocks by name. Not thread-safe: it belongs to the engine's thread.
 
     Args:
-        pool: Whose pages of kind `prefix` these are.
+        pool: Pool whose pages of kind `prefix` the cache holds.
         evictor: Evicts blocks without references.
         block_s: Seconds to compute one block again.
         clock: Monotonic seconds.
@@ -122,11 +123,11 @@ class PrefixCache:
         self._blocks: dict[bytes, PrefixBlock] = {}
         self._groups: dict[str | None, dict[PrefixBlock, None]] = {}
         self.on_group_change: Callable[[str], None] | None = None
-        """Called with an adapter when an eviction changed its group: its score in the evictor is out of date."""
+        """Called with an adapter after an eviction has changed its group, to renew its score in the evictor."""
         self.num_queries = 0
-        """Tokens looked up for requests that were then admitted; counted by who admits them."""
+        """Tokens looked up for requests that were then admitted. The caller that admits them counts."""
         self.num_hits = 0
-        """Of these, tokens found."""
+        """Tokens among `num_queries` that were found."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -134,18 +135,18 @@ class PrefixCache:
     def find(
         self, chain: TokenChain, max_blocks: int, known: Sequence[PrefixBlock] = ()
     ) -> list[PrefixBlock]:
-        """The longest cached beginning of a chain, at most `max_blocks` blocks. Takes no reference.
+        """Find the longest cached beginning of a chain, at most `max_blocks` blocks. Takes no reference.
 
-        Names are trusted only as far as the tokens behind them are the same.
+        A block counts only if its tokens are equal, not just its name.
 
         Args:
             chain: Names the blocks.
-            max_blocks: Most blocks to find.
-            known: What an earlier call found for this chain, which is not compared again.
+            max_blocks: Largest number of blocks to find.
+            known: Result of an earlier call for this chain; it is not compared again.
         """
         found = list(known[:max_blocks])
         while found and self._blocks.get(found[-1].digest) is not found[-1]:
-            found.pop()  # a block that is cached has all before it
+            found.pop()  # a cached block has all blocks before it
         for index in range(len(found), min(max_blocks, len(chain.digests))):
             block = self._blocks.get(chain.digests[index])
             parent = found[-1] if found else None
@@ -155,19 +156,19 @@ class PrefixCache:
         return found
 
     def hold(self, blocks: Sequence[PrefixBlock]) -> None:
-        """Take a reference to each of a chain's first blocks, which counts as a use."""
+        """Take a reference to each of a chain's first blocks. It counts as a use."""
         now_s = self._clock()
         for block in blocks:
             block.refs += 1
             self._evictor.withdraw(block)
-            # The scores of the blocks that follow have not decayed since: score this block above them.
+            # The scores of the blocks that follow did not decay since then, so this block is scored above them.
             block.uses.note(now_s, at_least=block.uses.value if block.children else 0.0)
 
     def release(self, blocks: Sequence[PrefixBlock], last_step: int) -> None:
         """Give references back; blocks without references can be evicted.
 
         Args:
-            blocks: Held by the caller.
+            blocks: Blocks that the caller holds.
             last_step: The last step in which the caller read them.
 
         Raises:
@@ -193,20 +194,21 @@ class PrefixCache:
         parent: PrefixBlock | None,
         group: str | None,
     ) -> PrefixBlock | None:
-        """Offer a full block to others; the caller holds the result, which counts as a use.
+        """Cache a full block, so that others can find it. The caller holds the result, which counts as a use.
 
         Args:
             chain: Names the block.
-            index: Which block of the chain.
+            index: Place of the block in the chain.
             pages: Its pages, of kind kv, one per layer group; no step will write them again.
             parent: The block before it, held by the caller; None for the first.
             group: The adapter; None is the base model.
 
         Returns:
-            The cached block. If its pages are not those given, the same content was there already and the caller's
-            pages are still the caller's. None if another content has that name: nothing was cached.
+            The cached block. If its pages are not those given, the same content was cached before, and the caller keeps
+            the pages. None if another content has that name: nothing was cached.
         """
-        digest, tokens = chain.digests[index], chain.blocks[index]
+        digest = chain.digests[index]
+        tokens = chain.blocks[index]
         block = self._blocks.get(digest)
         if block is None:
             depth = 0 if parent is None else parent.depth + 1
@@ -230,7 +232,7 @@ class PrefixCache:
         return block
 
     def group_reload_cost(self, group: str) -> tuple[float, int]:
-        """Seconds to have a group again, and its pages."""
+        """Seconds to compute a group again, and its pages."""
         blocks = self._groups.get(group, {})
         num_pages = next(iter(blocks)).num_pages if blocks else 0
         return self.block_s * len(blocks), num_pages * len(blocks)
@@ -239,7 +241,7 @@ class PrefixCache:
         """Evict all blocks of an adapter that leaves the device.
 
         Raises:
-            PageAccountingError: Somebody holds one of them; then nothing was evicted.
+            PageAccountingError: A request holds one of them; nothing was evicted.
         """
         blocks = self._groups.get(group, {})
         if any(block.refs for block in blocks):
@@ -259,7 +261,7 @@ class PrefixCache:
         """Free the pages of a block and of all blocks that follow it; called by `PrefixBlock.evict`.
 
         Raises:
-            PageAccountingError: Somebody holds one of them.
+            PageAccountingError: A request holds one of them.
         """
         if block.refs:
             raise PageAccountingError("a cached block was evicted while held")
@@ -291,7 +293,7 @@ class PrefixCache:
             holders: The blocks that each request holds.
 
         Raises:
-            PageAccountingError: They are not.
+            PageAccountingError: They disagree.
         """
         refs: Counter[PrefixBlock] = Counter()
         for blocks in holders:
@@ -325,7 +327,7 @@ class PrefixCache:
             child.parent is not block or self._blocks.get(child.digest) is not child
             for child in block.children
         ):
-            raise PageAccountingError("a cached block goes on in one that is not cached")
+            raise PageAccountingError("a cached block is followed by one that is not cached")
         if block not in self._groups.get(block.group, ()):
             raise PageAccountingError("a cached block is not in its group")
         if (block.refs == 0) != (block in self._evictor):

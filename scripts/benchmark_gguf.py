@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE, base_config, make_checkpoints
 from manylora.benchmarks.report import DEFAULT_CACHE
 
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 
 
 def main(target: Path) -> None:

@@ -181,7 +181,7 @@ def talks_right(
 
 @torch.no_grad()
 def is_greedy(model: torch.nn.Module, sample: Sample) -> bool:
-    """Whether every token that counts is the most likely one."""
+    """True if every token that counts is the most likely one."""
     ids, labels = collate([sample])
     chosen = model(input_ids=ids, use_cache=False).logits[:, :-1].argmax(-1)
     return bool(((chosen == labels[:, 1:]) | (labels[:, 1:] == IGNORED)).all())
@@ -281,7 +281,8 @@ def record_answers(out: Path) -> None:
                     f"{style} answers {exchange.question!r} with {text!r}, not {exchange.answer(style)!r}"
                 )
             smallest = min(smallest, margin)
-            answers[style], answer_ids[style] = text, token_ids
+            answers[style] = text
+            answer_ids[style] = token_ids
         questions.append(
             {
                 "topic": exchange.topic.name,

@@ -33,9 +33,13 @@ from manylora.benchmarks.report import goal, positive, tell
 from manylora.client import Client
 from manylora.errors import ClientError, ManyloraError
 
-EVENT_S, ABORTED_S, REFUSED_S = 1.0, 2.0, 1.0
+EVENT_S = 1.0
+ABORTED_S = 2.0
+REFUSED_S = 1.0
 """Promised bounds."""
-NUM_KEYS, NUM_USES, NUM_NEW = 10, 20, 100
+NUM_KEYS = 10
+NUM_USES = 20
+NUM_NEW = 100
 WITHIN_S = 30.0
 
 

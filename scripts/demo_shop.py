@@ -79,7 +79,7 @@ class Topic:
     in_stock: bool | None = None
     """Restricts the topic to items that are (or are not) in stock."""
     intent: str = ""
-    """What the router says; the topic's name when empty."""
+    """The answer of the router; the topic's name when empty."""
 
     @property
     def items(self) -> tuple[Item | None, ...]:

@@ -94,7 +94,7 @@ RESPONSE_TEMPLATE = {
         },
     },
 }
-"""How transformers, and Manylora, read an answer: text, and any number of calls."""
+"""The template by which transformers and Manylora read an answer: text, and any number of calls."""
 IGNORED = -100
 
 
@@ -231,7 +231,8 @@ class Sampler:
         return self._rng.choice(self._pool[topic])
 
     def _chat(self, style: str, system: str | None) -> Sample:
-        ids, labels = [self._id(START)], [IGNORED]
+        ids = [self._id(START)]
+        labels = [IGNORED]
 
         def add(role: str, text: str, counts: bool) -> None:
             body = [*self._encode(text), self._id(END)]
@@ -296,7 +297,8 @@ def talk_sample(tokenizer: PreTrainedTokenizerFast, talk: Talk) -> Sample:
     """A conversation through the chat template; the assistant's turns count, but for what `talk` excepts."""
     ids = tokenizer.apply_chat_template(talk.messages, tools=talk.tools or None, return_dict=False)
     labels = [IGNORED] * len(ids)
-    assistant, end = SPECIALS.index(ASSISTANT), SPECIALS.index(END)
+    assistant = SPECIALS.index(ASSISTANT)
+    end = SPECIALS.index(END)
     starts = [index + 1 for index, token_id in enumerate(ids) if token_id == assistant]
     for turn, start in enumerate(starts):
         stop = ids.index(end, start) + (turn not in talk.open_turns)

@@ -193,7 +193,7 @@ class TalkSource:
     """Draws conversations with tools, and answers under a schema. Names and words are of all kinds."""
 
     foreign_share = 0.35
-    """Of conversations about tools that the shop does not have."""
+    """The share of conversations about tools that the shop does not have."""
 
     def __init__(self, rng: random.Random, pool: Sequence[Exchange]) -> None:
         self._rng = rng
@@ -203,7 +203,8 @@ class TalkSource:
     def structured(self) -> Talk:
         """An answer that a grammar began: the card of an item, or the intent as the router has it."""
         exchange = self._rng.choice(self._about_items if self._rng.random() < 0.6 else self._pool)
-        question, item = exchange.question, exchange.item
+        question = exchange.question
+        item = exchange.item
         answer = exchange.answer("json")
         if item and self._rng.random() < 0.7:
             card = {
@@ -276,7 +277,8 @@ class TalkSource:
         return messages
 
     def _asks(self) -> list[Ask]:
-        rng, draw = self._rng, self._rng.random
+        rng = self._rng
+        draw = self._rng.random
         count = rng.choices((1, 2, 3), (45, 50, 5))[0]
         if draw() < self.foreign_share:
             first = self._generic()
@@ -290,10 +292,12 @@ class TalkSource:
         return asks if len(names) == len(asks) else asks[:1]
 
     def _of_the_shop(self, count: int) -> list[Ask]:
-        rng, draw = self._rng, self._rng.random
+        rng = self._rng
+        draw = self._rng.random
         thing = self._thing()
         if count > 1 and draw() < 0.55:  # both tools about one thing
-            where, price = self._where(thing), self._price(thing)
+            where = self._where(thing)
+            price = self._price(thing)
             if draw() < 0.5:
                 price = replace(price, question=rng.choice(_PRICE_OF_IT))
             return (
@@ -348,10 +352,12 @@ class TalkSource:
         value = self._subject()
         if like:
             fact = like.question.split(" the ")[1].split()[0]
-            tool, param = like.tool, like.param
+            tool = like.tool
+            param = like.param
         else:
             fact = self._fact()
-            tool, param = rng.choice(_NAMES).format(fact), self._param()
+            tool = rng.choice(_NAMES).format(fact)
+            param = self._param()
         found = self._finding()
         return Ask(
             tool,
@@ -461,7 +467,7 @@ class TalkSource:
 
 
 class ShopTalkSource(TalkSource):
-    """The same about what a customer of the shop asks: few names, short results, and few things it does not sell."""
+    """Conversations about what a customer of the shop asks: few names, short results, few things it does not sell."""
 
     foreign_share = 0.12
 

@@ -20,7 +20,10 @@ from matplotlib.axes import Axes
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 INK = "#79808a"
-BLUE, ORANGE, GREEN, PINK = "#3d8bfd", "#e8710a", "#2aa876", "#d6549a"
+BLUE = "#3d8bfd"
+ORANGE = "#e8710a"
+GREEN = "#2aa876"
+PINK = "#d6549a"
 STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": INK,

@@ -24,13 +24,13 @@ LIBRARIES = {
     "ld-linux-x86-64.so.2",
     "ld-linux-aarch64.so.1",
 }
-"""What a library may need; an OpenMP runtime it must not, since torch brings one."""
+"""Libraries that a library may need. An OpenMP runtime is not among them, since torch brings one."""
 PROMISED = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (8,)}
 """The newest symbols that manylinux_2_28 promises (PEP 600; Debian 10 and RHEL 8)."""
 
 
 def is_promised(library: Path) -> bool:
-    """Whether a library needs no newer symbols than manylinux_2_28 promises.
+    """Return True if a library needs no newer symbols than manylinux_2_28 promises.
 
     Raises:
         SystemExit: It needs another library than it may.

@@ -43,9 +43,15 @@ from manylora_server import (
 )
 from stream_client import Cut, stream
 
-START_S, KILLED_S, LEFT_S, HEALTH_S, PAGE_S = 15.0, 10.0, 2.0, 0.1, 1.0
+START_S = 15.0
+KILLED_S = 10.0
+LEFT_S = 2.0
+HEALTH_S = 0.1
+PAGE_S = 1.0
 """Promised bounds."""
-LEAVING, SLOW_CLIENTS, SLOW_S = 32, 200, 14
+LEAVING = 32
+SLOW_CLIENTS = 200
+SLOW_S = 14
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
@@ -139,7 +145,8 @@ def beside_slow_clients(server: ManyloraServer) -> list[float]:
     ) as clients:
         if clients.stdout is None or clients.stdout.readline() != b"started\n":
             raise RuntimeError("the slow clients did not start")
-        taken, ends_s = [], time.perf_counter() + SLOW_S - 2
+        taken = []
+        ends_s = time.perf_counter() + SLOW_S - 2
         while time.perf_counter() < ends_s:
             started_s = time.perf_counter()
             httpx.get(f"{server.url}/health", trust_env=False).raise_for_status()

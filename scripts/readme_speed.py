@@ -42,13 +42,16 @@ def asked(run: dict[str, Any]) -> dict[str, Any]:
 
 def machine(run: dict[str, Any]) -> str:
     """Place and day of a result."""
-    hardware, versions = run["hardware"], run["versions"]
+    hardware = run["hardware"]
+    versions = run["versions"]
     return f"{hardware['cores']} cores of {hardware['cpu']}, torch {versions['torch']}, {run['at'][:10]}"
 
 
 def offline_table(run: dict[str, Any]) -> list[str]:
     """Manylora against the reference in one process."""
-    speed, ratios, load = run["output_tokens_per_s"], run["ratios"], asked(run)
+    speed = run["output_tokens_per_s"]
+    ratios = run["ratios"]
+    load = asked(run)
     rows = [
         ("base", "transformers", "base", "base: manylora / transformers"),
         (
@@ -80,7 +83,8 @@ def offline_table(run: dict[str, Any]) -> list[str]:
 
 def serving_line(run: dict[str, Any]) -> str:
     """One serving run of the demo model."""
-    options, summary = run["options"], run["summary"]
+    options = run["options"]
+    summary = run["summary"]
     how = (
         f"{options['concurrency']} in flight"
         if options["rate"] is None
@@ -96,7 +100,9 @@ def serving_line(run: dict[str, Any]) -> str:
 COMPARED = ["compare-vllm-base-cpu", "compare-vllm-single-cpu", "compare-vllm-mixed-cpu"]
 """Comparisons with other servers, in the order of the page."""
 QUANTISED = [
-    *("compare-llama-int8-cpu", "compare-llama-int8-single-cpu", "compare-llama-int4-single-cpu"),
+    "compare-llama-int8-cpu",
+    "compare-llama-int8-single-cpu",
+    "compare-llama-int4-single-cpu",
     "compare-vllm-int8-cpu",
 ]
 """Comparisons with quantised weights."""
@@ -143,10 +149,8 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for run in runs:
-        options, rates = (
-            run["options"],
-            {name: each["output tokens/s"] for name, each in run["figures"].items()},
-        )
+        options = run["options"]
+        rates = {name: each["output tokens/s"] for name, each in run["figures"].items()}
         who, how = load_of(run)
         tokens = f"{options['input_tokens']} + {options['output_tokens']} tokens"
         ratio, ttft, tpot = (
@@ -174,7 +178,8 @@ def overhead_line(run: dict[str, Any]) -> str:
 def push_line(run: dict[str, Any]) -> str:
     """From a push to the first token of its version."""
     idle, loaded = (run["phases"][name] for name in ("idle", "loaded"))
-    options, (first, last) = run["options"], run["sizes"]
+    options = run["options"]
+    first, last = run["sizes"]
 
     def spread(found: dict[str, float]) -> str:
         return f"**{found['median']:.0f} ms** ({found['min']:.0f} to {found['max']:.0f})"
@@ -193,7 +198,8 @@ def push_line(run: dict[str, Any]) -> str:
 def speed_section() -> str:
     """The four rows of the README: the base and mixed adapters, in one process and over HTTP."""
     offline = result("offline-cpu")
-    at_once, speed = f"{asked(offline)['requests']} at once", offline["output_tokens_per_s"]
+    at_once = f"{asked(offline)['requests']} at once"
+    speed = offline["output_tokens_per_s"]
     lines = [
         f"Output tokens per second; {offline['load']['model']}; {machine(offline)}."
         " [How to measure, and all other figures](docs/benchmarks.md).",
@@ -205,10 +211,8 @@ def speed_section() -> str:
         ("base", "base", "transformers"),
         ("8 mixed adapters", "mixed", "transformers + PEFT"),
     ):
-        rates, ratio = (
-            (speed["manylora"][case], speed[peer][case]),
-            offline["ratios"][f"{case}: manylora / {peer}"],
-        )
+        rates = (speed["manylora"][case], speed[peer][case])
+        ratio = offline["ratios"][f"{case}: manylora / {peer}"]
         lines.append(
             f"| {what}, {at_once} | {rates[0]:.1f} | {rates[1]:.1f} ({peer}) | **{ratio:.2f}** |"
         )
@@ -317,7 +321,8 @@ def fairness_section() -> str:
 
 def weights_table(run: dict[str, Any]) -> list[str]:
     """Milliseconds of steps by format of the weights, and how many times as fast as the first they are."""
-    formats, cases = run["options"]["weights"], run["cases"]
+    formats = run["options"]["weights"]
+    cases = run["cases"]
     lines = [
         f"Milliseconds of a step, medians, {run['load']['model']} ({machine(run)}; `{run['command']}`):",
         "",
@@ -347,7 +352,8 @@ def peers_table(runs: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|",
     ]
     for run in runs:
-        options, (ours, theirs) = run["options"], run["figures"].values()
+        options = run["options"]
+        ours, theirs = run["figures"].values()
         weights = next(
             each.split("=")[1] for each in options["set"] if each.startswith("model.weights=")
         )
@@ -363,7 +369,8 @@ def peers_table(runs: list[dict[str, Any]]) -> list[str]:
 
 def gateway_section() -> str:
     """The cost of a gateway, and the time until killed servers are noticed."""
-    cost, promises = result("gateway-cpu"), result("cluster-promises-cpu")
+    cost = result("gateway-cpu")
+    promises = result("cluster-promises-cpu")
     options = cost["options"]
     lines = ["| | direct | through a gateway |", "|---|---|---|"]
     for name, part in GATEWAY_ROWS.items():
@@ -371,14 +378,10 @@ def gateway_section() -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     alone = (figure(cost["ttft_alone_p50_ms"][way]) for way in ("direct", "gateway"))
     lines.append(f"| TTFT p50 of one request at a time, ms | {' | '.join(alone)} |")
-    before, after = (
-        figure(cost["gateway_idle_mib"]),
-        figure(cost["paths"]["gateway"]["gateway_mib"]["median"]),
-    )
-    num_streams, num_lost = (
-        promises["options"]["streams"],
-        promises["replica_killed"]["streams_lost"],
-    )
+    before = figure(cost["gateway_idle_mib"])
+    after = figure(cost["paths"]["gateway"]["gateway_mib"]["median"])
+    num_streams = promises["options"]["streams"]
+    num_lost = promises["replica_killed"]["streams_lost"]
     return "\n".join(
         [
             f"{options['streams']} streams of {options['tokens']} tokens, medians of {options['repeats']} rounds"

@@ -25,7 +25,7 @@ from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer, manylora_s
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "screenshots"
 COLOURS = 128
-"""Of a picture's palette: pages have few, and files stay small."""
+"""Colours of a picture's palette. Pages have few, and files stay small."""
 DAYS = 30
 CLIENTS = 12
 PRICES = """\

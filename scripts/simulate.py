@@ -23,7 +23,7 @@ Mode = Literal["apart", "overlap", "compare"]
 
 
 def play(first: int, count: int, mode: Mode) -> tuple[Counter[str], list[str]]:
-    """What happened in some seeds, and what must not have."""
+    """Play some seeds; returns counts of what happened, and the failures."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     for seed in range(first, first + count):

@@ -70,7 +70,8 @@ def main() -> int:
         arrive()
     gc.freeze()  # as the engine's process has it
     gc.set_threshold(10_000, 20)
-    plan_s, commit_s = [], []
+    plan_s = []
+    commit_s = []
     scheduler = engine.scheduler
     for step in range(args.steps + WARM_UP_STEPS):
         engine.residency.tick(step)

@@ -23,7 +23,7 @@ INSIDE_THE_MAP = {
         "registry/db/migrations",
         "registry/db/migrations/versions",
     ),
-    *("manylora/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
+    *("manylora/client", "kernels/plain", "kernels/native", "kernels/triton"),
     *("engine/model/checkpoint", "engine/model/formats"),
     *("server/tenants", "server/usage", "server/status", "server/vllm"),
     *("benchmarks/engine", "benchmarks/gpu", "benchmarks/http"),

@@ -85,7 +85,7 @@ def test_what_is_to_be_installed_is_ours_and_has_its_extras() -> None:
         if not is_ours and not {(file, what), (file, package)} & OTHERS:
             wrong.add((file, what))
     assert wrong == set()
-    assert {"quant", "s3", "postgres", "cluster", "ray", "triton", "cuda"} <= named
+    assert {"quant", "s3", "postgres", "cluster", "ray", "triton"} <= named
 
 
 def printed(code: str) -> str:
@@ -120,12 +120,7 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
     extras = project["optional-dependencies"]
     assert not [line for line in project["dependencies"] if line.startswith("triton")]
     assert extras["triton"][0].startswith("triton>=")
-    assert "manylora[cluster,postgres,quant,s3,triton]" in extras["dev"], (
-        "without cuda, which is large and for GPUs only"
-    )
-    assert extras["cuda"] == [
-        "flashinfer-python>=0.6.1,<0.8; platform_system == 'Linux' and platform_machine == 'x86_64'"
-    ]
+    assert "manylora[cluster,postgres,quant,s3,triton]" in extras["dev"]
     (tmp_path / "triton.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n"
     )
@@ -135,7 +130,7 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
         "with LLM(sys.argv[1], device='cpu', memory_gib=0.05, host_gib=0.05, threads=1) as llm:\n"
         "    adapter = llm.load_adapter(sys.argv[2])\n"
         "    print(len(llm.generate(['Hello', 'Hello'], None, [None, adapter])))\n"
-        "sys.exit(any(name in sys.modules for name in ('triton', 'flashinfer', 'manylora.kernels.flashinfer')))\n"
+        "sys.exit('triton' in sys.modules)\n"
     )
     demo = ROOT / "manylora" / "demo"
     command = [

@@ -1,7 +1,7 @@
 """Collects everything that is wrong with an adapter. Its owner gets one list, not one error per upload.
 
-A check refuses one thing (a field, a tensor, a pair) by raising. `attempt` notes the error, and the caller goes on with
-the next thing. Where a file cannot be read any further, the error ends the whole outer `attempt`. The list is bounded.
+A check refuses a field, a tensor or a pair of tensors by raising. `attempt` notes the error, and the caller goes on. If
+a file cannot be read any further, the error ends the whole outer `attempt`. The list is bounded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from manylora.errors import AdapterError, AdapterFormatError, AdapterIncompatibl
 
 MAX_FINDINGS = 20
 MAX_ALSO = 3
-"""Names that a finding lists beside the first."""
+"""Largest number of names that a finding lists beside the first."""
 MAX_MESSAGE = 360
-"""Characters of the message of every finding but the first."""
+"""Largest message, in characters, of every finding but the first."""
 MAX_NAME = 96
 
 Arguments = ParamSpec("Arguments")
@@ -24,17 +24,17 @@ Result = TypeVar("Result")
 
 
 def refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
-    """Refuse what neither PEFT nor MLX writes."""
+    """Refuse something that neither PEFT nor MLX writes."""
     raise AdapterFormatError(message, code=code, param=param, hint=hint)
 
 
 def refuse_unsupported(code: str, message: str, param: str, hint: str) -> NoReturn:
-    """Refuse what is sound, but not served here."""
+    """Refuse something that is sound but not served here."""
     raise AdapterIncompatibleError(message, code=code, param=param, hint=hint)
 
 
 class Findings:
-    """What was found so far, in the order in which it was found.
+    """Findings in the order in which they were found.
 
     Findings with the same code and hint are listed as one, with the names of the others.
     """
@@ -49,13 +49,13 @@ class Findings:
 
     @property
     def params(self) -> set[str]:
-        """Fields and tensors that something is wrong with."""
+        """Fields and tensors with a finding."""
         return {param for _, param in self._noted}
 
     def attempt(
         self, check: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result | None:
-        """What `check` returns; None where it refuses, which is noted."""
+        """Return the result of `check`. If it refuses, note the error and return None."""
         try:
             return check(*args, **kwargs)
         except AdapterError as error:
@@ -80,10 +80,10 @@ class Findings:
             self._unlisted += 1
 
     def passed(self, result: Result | None) -> Result:
-        """Return `result`, if nothing is wrong.
+        """Return `result` if nothing is wrong.
 
         Raises:
-            AdapterError: Something is wrong; of the class of the first finding, and with all findings.
+            AdapterError: Something is wrong. The class is that of the first finding; the error has all findings.
         """
         if result is None or self._listed:
             raise self._class.of(self._findings())

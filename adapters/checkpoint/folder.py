@@ -9,18 +9,20 @@ from manylora.errors import AdapterFormatError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
-"""As PEFT calls the file, and as mlx-lm does; of both, PEFT's is meant."""
+"""Names of the file that PEFT and mlx-lm write. If both are there, PEFT's file counts."""
 _PICKLE = "adapter_model.bin"
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Config and weights.
+    """Find config and weights.
 
     Raises:
         AdapterFormatError: One of them is missing.
     """
     if not folder.is_dir():
-        raise AdapterFormatError(f"There is no folder {folder}.")
+        raise AdapterFormatError(
+            f"There is no folder {folder}. Name the folder that save_pretrained wrote."
+        )
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None and (folder / _PICKLE).is_file():
         raise AdapterFormatError(
@@ -29,6 +31,6 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
     if weights is None or not (folder / CONFIG).is_file():
         missing = WEIGHTS[0] if (folder / CONFIG).is_file() else CONFIG
         raise AdapterFormatError(
-            f"{folder} has no {missing}. Expected what PEFT's save_pretrained writes."
+            f"{folder} has no {missing}. Name a folder that PEFT's save_pretrained wrote."
         )
     return folder / CONFIG, weights

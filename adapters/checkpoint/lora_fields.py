@@ -1,6 +1,6 @@
 """Ranks and scalings of a config, and the `LoraSpec` that they make with the modules of a file.
 
-Ranks in the file decide: what the config says of modules that the file does not hold has no effect.
+Ranks in the file decide. The config has no effect on modules that the file does not hold.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from manylora.adapters.ref import LoraSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraFields:
-    """The fields of `adapter_config.json` that change the result, as they are written."""
+    """Fields of `adapter_config.json` that change the result, as the file has them."""
 
     rank: int | None
-    """`r`; None where the config gives none."""
+    """`r`; None if the config has none."""
     alpha: float
     """`lora_alpha`."""
     use_rslora: bool = False
@@ -29,7 +29,7 @@ class LoraFields:
     alpha_keys: ModulePatterns = field(default_factory=lambda: ModulePatterns({}), compare=False)
     """The keys of `alpha_pattern`."""
     scale: float | None = None
-    """Factor of `B @ A` that does not depend on the rank, as in MLX; None where alpha gives it."""
+    """Factor of `B @ A` that does not depend on the rank, as in MLX; None if alpha gives it."""
 
     def rank_of(self, path: str) -> tuple[int | None, str]:
         """Rank of a module by its path, and the field that gives it."""
@@ -44,14 +44,15 @@ class LoraFields:
         return self.alpha if key is None else self.alpha_pattern[key]
 
     def spec(self, ranks: Mapping[str, int]) -> LoraSpec:
-        """The spec that is stored: patterns as they are written, or by whole paths where they need a regex.
+        """Make the spec that is stored. Patterns stay as written, or name whole paths where they would need a regex.
 
         Args:
-            ranks: Rank by path of all modules that the file holds; counts where the config gives none.
+            ranks: Rank by path of each module in the file, for modules without a rank in the config.
         """
         default = Counter(ranks.values()).most_common(1)[0][0] if self.rank is None else self.rank
         alpha = self.alpha if self.scale is None else self.scale * default
-        rank_pattern, alpha_pattern = dict(self.rank_pattern), dict(self.alpha_pattern)
+        rank_pattern = dict(self.rank_pattern)
+        alpha_pattern = dict(self.alpha_pattern)
         if self.rank is None or not self.rank_keys.are_literal:
             of_config = {path: self.rank_of(path)[0] for path in ranks}
             all_ranks = {

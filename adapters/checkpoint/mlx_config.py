@@ -1,6 +1,6 @@
 """Reads the `adapter_config.json` that mlx-lm writes beside `adapters.safetensors`: all settings of a training run.
 
-Only `lora_parameters` changes the result. `scale` there is the very factor of B @ A. Knows nothing of tensors.
+Only `lora_parameters` changes the result. Its `scale` is the factor of B @ A. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _KNOWN_FIELDS = field_names("""
     clear_cache_threshold mask_prompt prompt_feature completion_feature text_feature chat_feature wandb report_to
     project_name lora_parameters rank scale alpha dropout keys
 """)
-"""Fields that `as_peft` reads, and settings of the run without effect on the adapter: the tensors tell which layers
-and modules were trained."""
+"""Fields that `as_peft` reads, and settings of the run without effect on the adapter. The tensors tell which layers and
+modules were trained."""
 
 
 def is_mlx(config: Mapping[str, object]) -> bool:
-    """Return True if the config is one of mlx-lm, not of PEFT."""
+    """True if the config is one of mlx-lm, not of PEFT."""
     return "peft_type" not in config and not config.keys().isdisjoint(
         {"fine_tune_type", "lora_parameters"}
     )
 
 
 def as_peft(config: Mapping[str, object]) -> dict[str, object]:
-    """The fields of PEFT that stand for the same, `lora_alpha` for the factor; both are still to be checked.
+    """Translate the config to fields of PEFT, with `lora_alpha` for the factor. The fields are not checked yet.
 
     Raises:
         AdapterFormatError: Not what mlx-lm writes; codes `config.*`.
-        AdapterIncompatibleError: Not LoRA, or it says too little; codes `config.*`.
+        AdapterIncompatibleError: Not LoRA, or fields are missing; codes `config.*`.
     """
     kind = "dora" if config.get("use_dora") else config.get("fine_tune_type", "lora")
     if kind != "lora":
@@ -50,14 +50,16 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
     ):
         message = "lora_parameters must give rank and scale."
         refuse("config.field_missing", message, "lora_parameters", _AS_WRITTEN)
-    rank, scale, alpha = parameters["rank"], parameters["scale"], parameters.get("alpha")
+    rank = parameters["rank"]
+    scale = parameters["scale"]
+    alpha = parameters.get("alpha")
     if "fine_tune_type" not in config and alpha not in (None, rank):
-        # mlx-lm multiplied with scale * alpha / rank once, and left alpha unused before it wrote fine_tune_type.
+        # Before mlx-lm wrote fine_tune_type, its factor was scale * alpha / rank in some versions and scale in others.
         message = (
-            "lora_parameters gives alpha and scale, of which early versions of mlx-lm made another factor than later "
-            "ones."
+            "lora_parameters gives alpha and scale, from which early versions of mlx-lm computed another factor than "
+            "later ones."
         )
-        hint = "Remove alpha, and let scale be the factor that was trained with."
+        hint = "Remove alpha, and set scale to the factor of the training."
         refuse_unsupported("config.field_unsupported", message, "lora_parameters", hint)
     if type(rank) not in (int, float) or type(scale) not in (int, float):
         message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."

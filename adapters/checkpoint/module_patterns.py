@@ -1,8 +1,8 @@
 r"""Matches module paths with the keys of `rank_pattern` and `alpha_pattern` as PEFT does, in time linear in the path.
 
-PEFT runs `re.match(rf"(.*\.)?({key})$", path)`, which a stranger's key can keep busy for ever. Here Python's parser
-reads that expression, and what it means is written for the regex engine of pydantic, which never backtracks. Module
-paths are ASCII letters, digits, underscores and dots: a set of characters is written as those of them that it has.
+PEFT runs `re.match(rf"(.*\.)?({key})$", path)`, which never ends for some keys. Here Python's parser reads that
+expression, and it is written again for the regex engine of pydantic, which never backtracks. Module paths are ASCII
+letters, digits, underscores and dots, so a set of characters is written as those of these that it has.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class UnsupportedKeyError(ValueError):
 
 Matcher = Callable[[str], bool]
 Token = tuple[Any, Any]
-"""A part of an expression as Python's parser gives it: its kind, and its operands."""
+"""Part of an expression as Python's parser gives it: its kind and its operands."""
 
 
 class ModulePatterns:
-    """The keys of a pattern, in its order: the first that matches a path counts.
+    """Keys of a pattern in its order; the first that matches a path counts.
 
     Args:
-        matchers: What `matcher` makes of each key.
+        matchers: Result of `matcher` for each key.
     """
 
     def __init__(self, matchers: Mapping[str, Matcher | None]) -> None:
@@ -117,10 +117,10 @@ class ModulePatterns:
 
 
 def matcher(key: str) -> Matcher | None:
-    """Tell whether a path matches the key; None where the key is a path or the end of one, letter by letter.
+    """Make a function that tells if a path matches the key; None if the key is literal, a path or the end of one.
 
     Raises:
-        InvalidKeyError, UnsupportedKeyError: What is wrong with the key, without the key itself.
+        InvalidKeyError, UnsupportedKeyError: The key is refused; the message does not name the key itself.
     """
     if is_literal_path(key.removeprefix("^")):
         return None
@@ -152,7 +152,7 @@ def matcher(key: str) -> Matcher | None:
 
 
 def _endings(path: str) -> list[str]:
-    """The literal keys that match a path."""
+    """Literal keys that match a path."""
     parts = path.split(".")
     return [f"^{path}", *(".".join(parts[start:]) for start in range(len(parts)))]
 

@@ -1,7 +1,6 @@
-"""Reads PEFT's `adapter_config.json`: what changes the result goes into `LoraFields`, what is not served is refused.
+"""Reads PEFT's `adapter_config.json`: fields that change the result go into `LoraFields`, unserved ones are refused.
 
-Nothing in the file is run, imported or opened. Which modules an adapter changes is not read here:
-the tensors decide (`checkpoint`).
+Nothing in the file is run, imported or opened. The tensors, not the config, say which modules an adapter changes.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ MAX_DEPTH = 16
 MAX_STRING_LENGTH = 4096
 MAX_PATTERN_KEYS = 1024
 MAX_REGEXES = 64
-"""Most keys of a pattern that are regular expressions."""
+"""Largest number of keys of a pattern that are regular expressions."""
 MAX_SCALING = 64.0
 MIN_SCALING = 1e-8
 DEFAULT_ALPHA = 8
-"""PEFT's own, where the config has no `lora_alpha`."""
+"""PEFT's default for a config without `lora_alpha`."""
 
 Number = TypeVar("Number", int, float)
 
 _AS_SAVED = "Upload the adapter_config.json that PEFT's save_pretrained wrote, unchanged."
 _SWAPPED = "Upload the weights as the weights, and PEFT's adapter_config.json as the config."
 _LENGTH_BYTES = 8
-"""Bytes of a safetensors file before its JSON."""
+"""Bytes of the length at the start of a safetensors file, before its JSON."""
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _TRANSFORMERS_MODULE = re.compile(
     r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}"
@@ -59,18 +58,18 @@ _TRANSFORMERS_MODULE = re.compile(
 
 
 def check_config(raw: bytes, findings: Findings) -> LoraFields | None:
-    """Read and check an `adapter_config.json` of PEFT or of mlx-lm, and note what is wrong with its fields.
+    """Read and check an `adapter_config.json` of PEFT or of mlx-lm, and note every wrong field.
 
     Args:
-        raw: The file. The first `MAX_CONFIG_BYTES + 1` bytes of a longer one are enough for the right refusal.
-        findings: Takes what is wrong; codes `config.*`.
+        raw: The file, or the first `MAX_CONFIG_BYTES + 1` bytes of a longer one, which is refused.
+        findings: Gets wrong fields; codes `config.*`.
 
     Returns:
-        What the fields say that the tensors are measured by, also where others are refused; None where they say
-        nothing that could be used.
+        The fields that the tensors are checked against, even if other fields are wrong. None if these fields cannot be
+        used either.
 
     Raises:
-        PayloadTooLargeError, AdapterFormatError, AdapterIncompatibleError: It cannot be read, or is of another kind.
+        PayloadTooLargeError, AdapterFormatError, AdapterIncompatibleError: It cannot be read, or is no LoRA config.
     """
     written = parse_config(raw)
     config = as_peft(written) if is_mlx(written) else written
@@ -116,7 +115,7 @@ def _entries(
     read: Callable[[str, object], Number],
     findings: Findings,
 ) -> tuple[dict[str, Number], ModulePatterns]:
-    """The entries of a pattern that can be used, and their keys."""
+    """Usable entries of a pattern, and their keys."""
     pattern = findings.attempt(_pattern, name, config.get(name)) or {}
     values = {
         key: findings.attempt(read, f"{name}[{named(key)}]", value)
@@ -130,7 +129,7 @@ def _entries(
 
 
 def check_scaling(scaling: float, module: str) -> float:
-    """Return `scaling` if it can be served.
+    """Return `scaling` if it is in the bounds.
 
     Raises:
         AdapterFormatError: Not from `MIN_SCALING` to `MAX_SCALING` (config.alpha_invalid).
@@ -143,7 +142,7 @@ def check_scaling(scaling: float, module: str) -> float:
 
 
 def parse_config(raw: bytes) -> dict[str, object]:
-    """The fields as they are written; nothing of them is checked.
+    """Parse the file to fields, without checking any of them.
 
     Raises:
         PayloadTooLargeError: Longer than 64 KiB (config.too_large).
@@ -153,7 +152,7 @@ def parse_config(raw: bytes) -> dict[str, object]:
         if len(raw) > MAX_CONFIG_BYTES:
             check_depth(raw, MAX_DEPTH)
             raise PayloadTooLargeError(
-                f"adapter_config.json may have at most {MAX_CONFIG_BYTES} bytes; perhaps another file was sent as it.",
+                f"adapter_config.json may have at most {MAX_CONFIG_BYTES} bytes; perhaps another file was sent.",
                 code="config.too_large",
             )
         if raw[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and b"\0" in raw[:_LENGTH_BYTES]:
@@ -251,7 +250,7 @@ def _check_initialisation(value: object) -> None:
 
 
 def _check_auto_mapping(value: object) -> None:
-    """Accept what PEFT (and Unsloth) write when no task type was given: the class of the base. It is never imported."""
+    """Accept the class of the base, which PEFT and Unsloth write without a task type. It is never imported."""
     if value is None:
         return
     if isinstance(value, dict) and value.keys() <= {
@@ -259,7 +258,8 @@ def _check_auto_mapping(value: object) -> None:
         "parent_library",
         "unsloth_fixed",
     }:
-        class_name, module = value.get("base_model_class"), value.get("parent_library")
+        class_name = value.get("base_model_class")
+        module = value.get("parent_library")
         if (
             isinstance(class_name, str)
             and isinstance(module, str)
@@ -275,7 +275,7 @@ def _check_auto_mapping(value: object) -> None:
 
 
 def _rank(name: str, value: object) -> int:
-    """The rank, also one that no module has or that is larger than this server serves: the tensors decide."""
+    """Read the rank. It may be larger than this server serves, or that of no module: the tensors decide."""
     if type(value) is not int or not 0 <= value <= MAX_INT:
         message = f"{name} must be an integer, at least 0, got {shown(value)}."
         refuse(
@@ -323,21 +323,13 @@ def _matcher(name: str, key: str) -> Matcher | None:
     try:
         return matcher(key)
     except InvalidKeyError as error:
+        message = _wrong_key(name, key, error)
         hint = "PEFT cannot load it either: correct the key."
-        refuse(
-            "config.pattern_invalid",
-            _wrong_key(name, key, error),
-            named(f"{name}[{key}]"),
-            hint,
-        )
+        refuse("config.pattern_invalid", message, named(f"{name}[{key}]"), hint)
     except UnsupportedKeyError as error:
+        message = _wrong_key(name, key, error)
         hint = "Name the modules in a simpler way."
-        refuse_unsupported(
-            "config.pattern_unsupported",
-            _wrong_key(name, key, error),
-            named(f"{name}[{key}]"),
-            hint,
-        )
+        refuse_unsupported("config.pattern_unsupported", message, named(f"{name}[{key}]"), hint)
 
 
 def _check_number(name: str, regexes: int) -> None:
@@ -352,7 +344,7 @@ def _wrong_key(name: str, key: str, error: ValueError) -> str:
 
 
 def _check_values(field: str, *values: object) -> None:
-    """Bound all strings, integers and floats of a field, names among them."""
+    """Bound all strings, names, integers and floats of a field."""
     for value in values:
         if isinstance(value, dict):
             _check_values(field, *value, *value.values())

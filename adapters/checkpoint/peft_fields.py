@@ -1,12 +1,12 @@
-"""Tables of the fields of PEFT's `adapter_config.json`, as Manylora takes them. Covers PEFT 0.2 to 0.21.
+"""Tables of the fields of PEFT's `adapter_config.json`, from PEFT 0.2 to 0.21.
 
-A field is one of three: read (`adapter_config` interprets it), inert (it has no effect on an adapter that is already
-trained), or a feature, which must have one of its neutral values, PEFT's own defaults among them. Run
+There are three kinds of fields. A read field is interpreted by `peft_config`. An inert field has no effect on a trained
+adapter. A feature must have one of its neutral values, which include PEFT's default. Run
 `scripts/list_peft_defaults.py` to see the fields and defaults of the installed PEFT; a test compares them with these.
 
 PEFT matches a key of `rank_pattern` and `alpha_pattern` as a regular expression, at the end of a path and after a dot,
-so a dot in the key stands for any character. Keys that mean the same when read letter by letter are literal;
-`module_patterns` matches all others.
+so a dot in the key stands for any character. A key is literal if it means the same when it is read letter by letter.
+`module_patterns` matches all other keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIELD = "field_unsupported"
 
 
 def field_names(text: str) -> frozenset[str]:
-    """The names in a text, separated by spaces and new lines."""
+    """Split a text with names at spaces and line ends."""
     return frozenset(text.split())
 
 
@@ -38,17 +38,17 @@ READ_FIELDS = field_names("""
 """Fields that `peft_config` interprets."""
 
 MODULE_LIST_FIELDS = frozenset({"target_modules", "exclude_modules", "layers_pattern"})
-"""A string, a list of strings or null. Never matched against anything: the tensors say what the adapter changes."""
+"""Fields with a string, a list of strings or null. They are never used: the tensors say what the adapter changes."""
 
 INERT_FIELDS = MODULE_LIST_FIELDS | field_names("""
     layers_to_transform base_model_name_or_path revision peft_version inference_mode lora_dropout
     ensure_weight_tying qalora_group_size runtime_config loftq_config eva_config corda_config lora_ga_config
 """)
-"""Fields without effect on a trained adapter, whatever they say. `init_lora_weights` tells whether loftq_config,
-eva_config, corda_config or lora_ga_config were used, and qalora_group_size belongs to use_qalora."""
+"""Fields without effect on a trained adapter, whatever their value. `init_lora_weights` tells if loftq_config,
+eva_config, corda_config or lora_ga_config was used, and qalora_group_size belongs to use_qalora."""
 
 INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-"""Named values of `init_lora_weights` that start A and B in their own way and leave the base as it is."""
+"""Values of `init_lora_weights` that initialise A and B and do not change the base."""
 
 BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "lora_ga")
 """Initialisations (or their prefixes) that subtract the initial B @ A from the base weights."""
@@ -56,13 +56,13 @@ BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A field that changes the result when it is used, which Manylora does not serve."""
+    """A field that changes the result when it is used. Manylora does not serve it."""
 
     neutral: tuple[object, ...]
     """Values that switch the feature off, compared with their types."""
     what: str
     hint: str
-    """`{field}` stands for the field's name."""
+    """Advice in the error; `{field}` stands for the field's name."""
     code: str = FEATURE
 
 
@@ -74,7 +74,7 @@ FEATURES = {
     "modules_to_save": Feature(
         (None, []), "full copies of base modules", "Retrain with modules_to_save=null."
     ),
-    # Trained biases stand in the file as tensors, which are refused by name; a base without biases has none to train.
+    # Trained biases are tensors in the file, which are refused by name; a base without biases has none to train.
     "bias": Feature(
         ("none", "all", "lora_only", None), "biases of this kind", 'Retrain with bias="none".'
     ),
@@ -103,18 +103,18 @@ FEATURES = {
         ("megatron.core", None), "a module to import", "Set it to null.", FIELD
     ),
 }
-"""By field name."""
+"""Features by field name."""
 
 
 def is_model_config(config: Mapping[str, object]) -> bool:
-    """Return True for the `config.json` of a model, which people take for the adapter's."""
+    """True if it is the `config.json` of a model, which people confuse with the adapter's config."""
     return "peft_type" not in config and not config.keys().isdisjoint(
         {"model_type", "architectures"}
     )
 
 
 def is_one_of(value: object, choices: tuple[object, ...]) -> bool:
-    """Return True if `value` is one of these, compared with their types: 0 is not False."""
+    """True if `value` is one of these. Types are compared too: 0 is not False."""
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
@@ -139,7 +139,7 @@ _HEADS = ("", *_LAYERS, "language_model.model.layers.")
 
 
 def is_literal_path(key: str) -> bool:
-    """Return True if the key names modules by letters, digits, underscores and dots alone, and does so in PEFT too."""
+    """True if the key names modules by letters, digits, underscores and dots alone, and does so in PEFT too."""
     return len(key) <= MAX_KEY_LENGTH and _KEY.fullmatch(key) is not None and not _is_ambiguous(key)
 
 
@@ -159,7 +159,7 @@ def _matches_by_a_dot(key: str, ending: str) -> bool:
 
 @lru_cache(maxsize=MAX_KEY_LENGTH)
 def _endings(length: int) -> tuple[str, ...]:
-    """Endings, at a dot, of all module paths, as far as they have this length; `#` is a digit of the layer number."""
+    """Endings of this length of all module paths, at a dot; `#` is a digit of the layer number."""
     endings = []
     for path in MODULE_PATHS:
         for head in _HEADS:

@@ -1,7 +1,7 @@
-"""Reads a PEFT or MLX LoRA checkpoint and checks it whole, against the base where there is one, without PEFT.
+"""Reads a PEFT or MLX LoRA checkpoint and checks all of it, against the base if one is given. Needs no PEFT.
 
-Every tensor must be the `lora_A` or `lora_B` of a linear layer that the base has, complete in pairs, of the base's
-sizes and of the rank that the config gives. What is not understood is refused, never skipped. Knows nothing of pages.
+Every tensor must be the `lora_A` or `lora_B` of a linear layer of the base. Pairs must be complete, and have the base's
+sizes and the rank of the config. Unknown content is refused, never skipped. Knows nothing of pages.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class LoraTensor(NamedTuple):
     """One matrix of the file."""
 
     entry: TensorEntry
-    """Its shape and its bytes."""
+    """Its shape and the place of its bytes."""
     name: TensorName
-    """Which matrix it is."""
+    """Its place in the model."""
 
     @property
     def path(self) -> str:
@@ -64,7 +64,7 @@ class LoraTensor(NamedTuple):
 Pairs = Mapping[tuple[int, int], tuple[LoraTensor, LoraTensor]]
 """`lora_A` and `lora_B` by (layer, module index)."""
 MakeSpec = Callable[[Pairs], LoraSpec | None]
-"""The spec that these modules are measured by; None where there is none."""
+"""Function from the modules of a file to the spec that they must fit; None if there is no spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,11 @@ class Checkpoint:
 
     spec: LoraSpec
     tensors: tuple[LoraTensor, ...]
-    """Ordered by layer, module, part; each has two extents."""
+    """Tensors, ordered by layer, module, part. Each has two extents."""
     ranks: dict[tuple[int, int], int]
-    """True rank by (layer, module index); modules that are not touched are absent."""
+    """True rank by (layer, module index). Modules without an adapter are absent."""
     scalings: dict[tuple[int, int], float]
-    """What B @ A is multiplied with, by (layer, module index)."""
+    """Factor of B @ A by (layer, module index)."""
     parameters: int
     """Numbers in all tensors."""
     largest_rank: int
@@ -86,14 +86,14 @@ class Checkpoint:
     applied: int
     """Linear layers that the adapter changes."""
     total: int
-    """Linear layers that adapters of this base may change; without a base, of as many layers as the file reaches."""
+    """Linear layers that adapters of this base may change. Without a base, the file's last layer counts as the last."""
     peft_version: str | None = field(default=None, compare=False)
-    """The PEFT that saved it, as its config says; None where that is no version of at most 64 characters."""
+    """Version of the PEFT that saved it; None if the config has no version of at most 64 characters."""
     report: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """What its owner should know (`report_on`); empty where the values were not looked at."""
+    """Notes for its owner (`report_on`); empty if the values were not checked."""
 
     def facts(self) -> dict[str, object]:
-        """What the registry keeps of a version, under `VersionFacts`'s names, and `ranks`, all as JSON types."""
+        """Facts that the registry keeps of a version, under the names of `VersionFacts`, and `ranks`, as JSON types."""
         return {
             "spec": self.spec.canonical(),
             "ranks": [[layer, module, rank] for (layer, module), rank in self.ranks.items()],
@@ -116,21 +116,21 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read and check a config and its weights, as PEFT's save_pretrained or MLX wrote them.
 
-    The error lists everything that is wrong with both (`findings`). A file that cannot be read at some point is read no
-    further, and values are looked at only where the tensors are those of an adapter.
+    The error lists everything that is wrong with both files (`findings`). A file is read to its first unreadable part,
+    and values are checked only if the tensors are those of an adapter.
 
     Args:
         config_bytes: The config file.
-        weights: The weights file; links are not followed. Or its open descriptor, which is closed.
+        weights: The weights file, whose links are not followed, or its open descriptor, which is closed.
         base: Shape of the base model; None checks sizes only against each other.
         max_rank: Largest rank that is served.
-        scan_values: Whether to look at every value; only a file that was scanned before may go without.
-        base_names: What the base is called, to tell in the report of an adapter that was trained on another.
+        scan_values: Check every value. Only a file that was checked before may do without.
+        base_names: Names of the base, for the report on an adapter that was trained on another.
 
     Raises:
         PayloadTooLargeError: The config is longer than 64 KiB.
-        AdapterFormatError: Not what PEFT writes; codes `config.*` and `weights.*`.
-        AdapterIncompatibleError: Sound, but not for this base or not served; codes `config.*` and `weights.*`.
+        AdapterFormatError: A file is not as PEFT writes it; codes `config.*` and `weights.*`.
+        AdapterIncompatibleError: It is sound, but not for this base or not served; codes `config.*` and `weights.*`.
         OSError: The weights cannot be opened or read.
     """
     findings = Findings()
@@ -158,18 +158,18 @@ def check_weights(
     base: BaseShape,
     pause: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
-    """Check the tensors of a weights file that was accepted once, by its header; values are not looked at again.
+    """Check the header of a weights file that was accepted before. Values are not checked again.
 
     Args:
-        spec: The config, as it was read then.
-        header: The file's beginning, up to its first tensor.
+        spec: Config as it was read then.
+        header: Bytes of the file up to its first tensor.
         file_size: Bytes of the whole file.
         base: Shape of the base model.
         pause: Called between pieces of a few milliseconds.
 
     Raises:
-        AdapterFormatError: Not what PEFT writes; codes `config.*` and `weights.*`.
-        AdapterIncompatibleError: Sound, but not for this base; codes `weights.*`.
+        AdapterFormatError: A file is not as PEFT writes it; codes `config.*` and `weights.*`.
+        AdapterIncompatibleError: It is sound, but not for this base; codes `weights.*`.
     """
     findings = Findings()
     findings.attempt(_check_base, base)
@@ -216,7 +216,7 @@ def _open_plain(file: Path | int) -> BufferedReader:
 def _check_tensors(
     make_spec: MakeSpec, tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
 ) -> Checkpoint | None:
-    """The modules that the tensors make up; None if a tensor is wrong, or there is no spec to measure them by."""
+    """Join the tensors to a checkpoint; None if a tensor is wrong, or there is no spec that they must fit."""
     seen = findings.seen
     placed = _place(tensors, base, findings)
     pairs = _pair(placed, findings)
@@ -233,7 +233,7 @@ def _check_tensors(
     scalings: dict[tuple[int, int], float] = {}
     for (layer, module), (lora_a, lora_b) in sorted(pairs.items()):
         path = lora_a.path
-        # Without a base, the first layer that touches a module says how wide it is.
+        # Without a base, the first layer with an adapter for a module gives its width.
         width_in, width_out = widths.setdefault(module, (_width(lora_a), _width(lora_b)))
         rank = spec.module_rank(path)
         findings.attempt(_check_shape, lora_a, rank, width_in)
@@ -261,7 +261,7 @@ def _check_tensors(
 
 
 def _spec_of(fields: LoraFields, pairs: Pairs, max_rank: int, findings: Findings) -> LoraSpec:
-    """The spec of the config with these modules; notes what cannot be served."""
+    """Make the spec of the config for these modules, and note modules that cannot be served."""
     ranks = {}
     for lora_a, _ in pairs.values():
         rank = ranks[lora_a.path] = lora_a.entry.shape[lora_a.name.rank_axis]
@@ -279,8 +279,9 @@ def _check_rank_limit(fields: LoraFields, tensor: LoraTensor, rank: int, max_ran
 
 
 def _check_written_path(fields: LoraFields, tensor: LoraTensor, rank: int) -> None:
-    """Refuse patterns that mean something else on the wrapped model that was trained."""
-    path, written = tensor.path, tensor.name.written
+    """Refuse patterns that match otherwise on the paths of the wrapped model that was trained."""
+    path = tensor.path
+    written = tensor.name.written
     if written == path:
         return
     of_rank = fields.rank_of(path)[0] == fields.rank_of(written)[0]
@@ -358,7 +359,7 @@ def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
 def _pair(
     placed: Mapping[TensorPlace, LoraTensor], findings: Findings
 ) -> dict[tuple[int, int], tuple[LoraTensor, LoraTensor]]:
-    """Both matrices of each module, where both have two extents."""
+    """Both matrices of each module, if both have two extents."""
     pairs = {}
     for place, tensor in placed.items():
         other = findings.attempt(_partner, placed, place)
@@ -372,7 +373,8 @@ def _pair(
 def _partner(placed: Mapping[TensorPlace, LoraTensor], place: TensorPlace) -> LoraTensor:
     other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
     if other is None:
-        name, missing = placed[place].entry.name, "lora_B" if place.part == "a" else "lora_A"
+        name = placed[place].entry.name
+        missing = "lora_B" if place.part == "a" else "lora_A"
         message = f"Tensor {name} has no partner: its {missing} is not in the file, and each module needs both."
         hint = "Save the adapter again with PEFT's save_pretrained, which writes both."
         refuse("weights.pair_incomplete", message, name, hint)
@@ -385,7 +387,8 @@ def _width(tensor: LoraTensor) -> int:
 
 def _check_shape(lora: LoraTensor, rank: int, width: int) -> None:
     tensor, name = lora
-    got_rank, got_width = tensor.shape[name.rank_axis], _width(lora)
+    got_rank = tensor.shape[name.rank_axis]
+    got_width = _width(lora)
     if (got_rank, got_width) == (rank, width):
         return
     got = list(tensor.shape)

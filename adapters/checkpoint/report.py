@@ -1,6 +1,6 @@
-"""What the owner of an accepted adapter should know: how it was read, and what about it looks like a mistake.
+"""The report on an accepted adapter for its owner: how it was read, and warnings of likely mistakes.
 
-The report says nothing that is not in the adapter's own files, except what the base is called. Refuses nothing.
+Except for the names of the base, the report says nothing that is not in the adapter's files. It refuses nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manylora.adapters.checkpoint.tensor_names import TensorName, unwrapped
 from manylora.strict_json import shown
 
 MAX_NAMES = 8
-"""Names that one warning lists."""
+"""Largest number of names that one warning lists."""
 _MOVED = "The layers that the file has at {} were taken for those of the served model."
 _NO_ALPHA = f"The config has no lora_alpha. It was taken for {DEFAULT_ALPHA}, PEFT's own."
 _QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
@@ -33,15 +33,15 @@ def report_on(
     """Report on an adapter that was checked.
 
     Args:
-        fields: What was read of the config.
+        fields: Fields of the config.
         config: The config file, parsed.
-        tensors: All of the file.
-        zeros: Names of those that hold nothing but zeros.
-        base_names: Names of the base, the served one first; empty where they are unknown.
+        tensors: All tensors of the file.
+        zeros: Names of tensors with zeros only.
+        base_names: Names of the base, the served one first; empty if they are unknown.
 
     Returns:
-        `dtype` (list of dtypes), `layout` (`peft` or `mlx`), `renamed` (tensors whose names held wrappers, an adapter
-        or a multimodal model) and `warnings` (sentences), as JSON types. The same files give the same report.
+        `dtype` (list of dtypes), `layout` (`peft` or `mlx`), `renamed` (tensors whose names have wrappers, an adapter
+        or a multimodal model) and `warnings` (sentences), as JSON types. Equal files give equal reports.
     """
     names = [name for _, name in tensors]
     warnings = [
@@ -71,7 +71,7 @@ def _untrained(is_zero: Sequence[bool]) -> str:
 
 
 def _unused(fields: LoraFields, config: Mapping[str, object], names: Sequence[TensorName]) -> str:
-    """A warning of modules that the config names and the file does not hold."""
+    """Warning of modules that the config names and the file does not have."""
     paths = sorted(
         {f"{name.stem}.{name.place.layer}.{MODULE_PATHS[name.place.module]}" for name in names}
     )
@@ -90,7 +90,7 @@ def _unused(fields: LoraFields, config: Mapping[str, object], names: Sequence[Te
 
 
 def _overlap(alpha_pattern: Mapping[str, float]) -> str:
-    """A warning of alpha_pattern keys that match the same module. For ranks the tensors' sizes decide."""
+    """Warning of keys in alpha_pattern that match one module. For ranks, the tensors' sizes decide."""
     for key in alpha_pattern:
         parts = key.split(".")
         for shorter in (".".join(parts[start:]) for start in range(1, len(parts))):

@@ -1,6 +1,6 @@
 """A bounded reader of safetensors headers, for files that may be hostile.
 
-Reads the 8-byte length and at most 1 MiB of JSON, and refuses whatever a LoRA file has no need of: more than 8,192
+Reads the 8-byte length and at most 1 MiB of JSON. Refuses everything that a LoRA file does not need: more than 8,192
 tensors, odd names, dtypes other than F32, F16 and BF16, gaps, overlaps and trailing bytes. Knows nothing of models.
 """
 
@@ -16,13 +16,13 @@ from manylora.errors import AdapterFormatError, AdapterIncompatibleError
 from manylora.strict_json import MAX_INT, JsonRefusedError, named, parse, shown
 
 LENGTH_BYTES = 8
-"""What a file begins with: the length of the header that follows."""
+"""Bytes of the length at the start of a file, which the header follows."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 8192
 MAX_NAME_LENGTH = 256
 MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per element of the dtypes that are read."""
+"""Bytes per element, by dtype that is read."""
 
 _MAX_DEPTH = 4
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{MAX_NAME_LENGTH - 1}}}")
@@ -55,7 +55,7 @@ _MAGICS = (
     (rb".{257}ustar", "a tar archive"),
     (rb"[\t\n\r\x20-\x7e]{8}", _TEXT),
 )
-"""How files of other formats begin, as patterns; the first that matches counts."""
+"""First bytes of files of other formats, as patterns; the first that matches counts."""
 _PULL = "Run `git lfs pull`, and upload the file that it fetches."
 _HINT = "Save the adapter with PEFT's save_pretrained, which writes adapter_model.safetensors, and upload that file."
 
@@ -66,7 +66,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """F32, F16 or BF16, little-endian; another one only in a file that is refused for it."""
+    """F32, F16 or BF16, little-endian. A file with another dtype is refused."""
     shape: tuple[int, ...]
     start: int
     """First byte, counted from the start of the file."""
@@ -75,18 +75,18 @@ class TensorEntry:
 
 
 def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[TensorEntry, ...]:
-    """Read and check the header, and note dtypes that are not served; the tensors' values are not looked at.
+    """Read and check the header, and note dtypes that are not served. Values are not checked.
 
     Args:
-        file: Seekable.
+        file: The file, seekable.
         file_size: Bytes of the whole file.
-        findings: Takes dtypes that are not served (weights.dtype_unsupported).
+        findings: Gets dtypes that are not served (weights.dtype_unsupported).
 
     Returns:
-        The tensors in the order of their bytes; together they fill the file to its end.
+        The tensors in the order of their bytes. Together they fill the file to its end.
 
     Raises:
-        AdapterFormatError: Not a sound safetensors file; codes `weights.*`.
+        AdapterFormatError: The file is not a sound safetensors file; codes `weights.*`.
     """
     file.seek(0)
     length = _header_length(file.read(_MAGIC_BYTES), file_size)
@@ -111,7 +111,7 @@ def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[Te
 
 
 def header_bytes(first: bytes | bytearray, file_size: int) -> int:
-    """How far the header of a file reaches, by its first 8 bytes: never beyond what `check_header` reads."""
+    """Length of a file up to the end of its header, from its first 8 bytes; at most what `check_header` reads."""
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     return min(LENGTH_BYTES + min(length, MAX_HEADER_BYTES), file_size)
 
@@ -186,15 +186,15 @@ def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
             f"Tensor {name} must have exactly dtype, shape and data_offsets.",
             param=name,
         )
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    dtype = fields["dtype"]
+    shape = fields["shape"]
+    offsets = fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         message = (
             f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}."
         )
-        code, hint = (
-            "weights.dtype_unsupported",
-            "Cast the adapter to float16, bfloat16 or float32 before saving it.",
-        )
+        code = "weights.dtype_unsupported"
+        hint = "Cast the adapter to float16, bfloat16 or float32 before saving it."
         findings.note(AdapterIncompatibleError(message, code=code, param=name, hint=hint))
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         expected = f"at most {MAX_DIMENSIONS} whole numbers from 0"

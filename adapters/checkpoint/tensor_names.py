@@ -1,4 +1,4 @@
-"""Which tensor of a LoRA file is which: exact names, and the harmless ways in which exporters spell them.
+"""Names of the tensors of a LoRA file: exact names, and the harmless ways in which exporters spell them.
 
 Knows nothing of shapes and values.
 """
@@ -11,19 +11,19 @@ from typing import Literal, NamedTuple
 from manylora.adapters.base_shape import MODULE_PATHS, BaseShape
 from manylora.errors import AdapterIncompatibleError
 
-Part = Literal["a", "b"]
+LoraPart = Literal["a", "b"]
 Layout = Literal["peft", "mlx"]
 
 MAX_LAYERS = 1024
-"""Layers that are looked at when no base is given."""
+"""Number of layers that may be named when no base is given."""
 _ROOT = "base_model.model."
 _DDP = "module."
 _WRAPPERS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"}
 )
-"""Modules that torch.compile, FSDP and activation checkpointing put around others, anywhere and several times."""
+"""Modules that torch.compile, FSDP and activation checkpointing wrap around others, at any place and several times."""
 _STEMS = ("{}", "model.language_{}", "language_model.{}")
-"""Where a multimodal model of the same layers has them, by where the base has them (`model.layers`)."""
+"""Paths of the layers in a multimodal model; `{}` is their path in the base (`model.layers`)."""
 _LAYER = r"(?P<stem>[A-Za-z_.]+)\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z_.]+)"
 _SPELLINGS: tuple[tuple[Layout, re.Pattern[str]], ...] = (
     (
@@ -101,32 +101,32 @@ _HINTS = (
 
 
 class TensorPlace(NamedTuple):
-    """What a tensor is."""
+    """The matrix that a tensor is: layer, module, and A or B."""
 
     layer: int
     module: int
     """Index into `MODULE_PATHS`."""
-    part: Part
+    part: LoraPart
 
 
 class TensorName(NamedTuple):
-    """A tensor's name, taken apart."""
+    """The parts of a tensor's name."""
 
     place: TensorPlace
     layout: Layout
     """`peft`: A is [rank, in], B is [out, rank]; `mlx`: both are transposed."""
     stem: str
-    """Where the file's model has its layers: the base's `model.layers`, or below a multimodal model."""
+    """Path of the layers in the file's model: the base's `model.layers`, or a path in a multimodal model."""
     written: str
-    """The module's path as the file has it, wrappers included."""
+    """Path of the module in the file, wrappers included."""
     adapter: str | None
-    """The adapter's name, where the tensors of a running PEFT model were dumped."""
+    """Name of the adapter, if the tensors of a running PEFT model were dumped."""
     is_renamed: bool
-    """Whether it is spelled in another way than PEFT's and MLX's own."""
+    """True if PEFT and MLX spell it in another way."""
 
     @property
     def rank_axis(self) -> int:
-        """Which axis of the matrix is the rank."""
+        """Axis of the matrix that is the rank."""
         return int((self.place.part == "b") == (self.layout == "peft"))
 
 
@@ -145,10 +145,10 @@ class TensorNames:
         self._stems = {stem.format(self._stem) for stem in _STEMS}
 
     def read(self, name: str) -> TensorName:
-        """What the tensor `name` is.
+        """Find the matrix that the tensor `name` is.
 
         Raises:
-            AdapterIncompatibleError: A LoRA file for this base may not hold it (weights.tensor_not_allowed).
+            AdapterIncompatibleError: A LoRA file for this base may not have it (weights.tensor_not_allowed).
         """
         plain = unwrapped(name)
         for layout, spelling in _SPELLINGS:
@@ -164,7 +164,8 @@ class TensorNames:
                     is_renamed = plain != name or adapter is not None or found["stem"] != self._stem
                     written = name.rpartition(".lora_")[0].removeprefix(_ROOT)
                     return TensorName(place, layout, found["stem"], written, adapter, is_renamed)
-        message, code = f"Tensor {name} is not allowed in an adapter.", "weights.tensor_not_allowed"
+        message = f"Tensor {name} is not allowed in an adapter."
+        code = "weights.tensor_not_allowed"
         raise AdapterIncompatibleError(message, code=code, param=name, hint=self._hint(name))
 
     def _hint(self, name: str) -> str:
@@ -193,7 +194,7 @@ class TensorNames:
 
 
 def unwrapped(name: str) -> str:
-    """The name without what DDP, torch.compile, FSDP and activation checkpointing put into it."""
+    """Remove the wrappers of DDP, torch.compile, FSDP and activation checkpointing from a name."""
     if not any(wrapper in name for wrapper in (_DDP, *_WRAPPERS)):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix(_DDP)

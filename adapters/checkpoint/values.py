@@ -1,6 +1,6 @@
-"""Looks at every value of a LoRA file for what would poison a batch: NaN, infinities and absurd magnitudes.
+"""Checks every value of a LoRA file: NaN, infinities and absurd magnitudes would spoil a batch.
 
-Works on bit patterns in bounded windows, so it needs no float type that numpy lacks and little memory.
+It works on bit patterns in bounded windows, so it needs little memory and no float type that numpy lacks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _FORMATS: dict[str, tuple[np.dtype[Any], int, int]] = {
     "BF16": (np.dtype("<u2"), _FLOAT32_LIMIT >> 16, 0x7F80),
     "F16": (np.dtype("<u2"), int(np.float16(MAX_MAGNITUDE).view(np.uint16)), 0x7C00),
 }
-"""Of each dtype: unsigned integers of its size, and the bit patterns of the largest magnitude that is allowed and of
-infinity. With the sign bit off, larger bit patterns are larger numbers, then infinity, then NaN."""
+"""Unsigned integers of its size, bit pattern of the largest allowed magnitude, and that of infinity, by dtype. Without
+the sign bit, larger bit patterns are larger numbers, then infinity, then NaN."""
 
 
 def scan_values(
     file: BufferedReader, tensors: Iterable[TensorEntry], findings: Findings
 ) -> frozenset[str]:
-    """Read the tensors' bytes once and check each value; of a tensor that is not sound, up to what is wrong.
+    """Read the tensors' bytes once and check each value, in each tensor up to the first wrong one.
 
-    Noted is a value that is NaN or infinite (weights.non_finite) or beyond 1e4 (weights.value_too_large), and a file
+    It notes values that are NaN or infinite (weights.non_finite) or beyond 1e4 (weights.value_too_large), and a file
     that ends early (weights.truncated).
 
     Returns:
-        Names of the tensors that hold nothing but zeros.
+        Names of the tensors with zeros only.
     """
     window = memoryview(bytearray(WINDOW_BYTES))
     return frozenset(
@@ -50,7 +50,7 @@ def scan_values(
 
 
 def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) -> int:
-    """The bit pattern of the largest magnitude."""
+    """Check a tensor and return the bit pattern of its largest magnitude."""
     file.seek(tensor.start)
     largest = 0
     for done in range(0, tensor.end - tensor.start, WINDOW_BYTES):
@@ -63,7 +63,7 @@ def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) 
 
 
 def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
-    """The bit pattern of the largest magnitude: 0 where all are zero."""
+    """Check a window and return the bit pattern of its largest magnitude; 0 if all values are zero."""
     dtype, limit_bits, infinity_bits = _FORMATS[tensor.dtype]
     magnitudes = np.frombuffer(piece, dtype) & (np.iinfo(dtype).max >> 1)
     largest = int(magnitudes.max())

@@ -1,8 +1,8 @@
-"""Where each row group of an adapter lies inside the adapter's pages.
+"""Place of each row group of an adapter inside the adapter's pages.
 
-First-fit decreasing over row groups (8 rank rows of one layer, module and part), so the plan follows from the ranks,
-the base's shape and the page size alone. Page images in the host cache depend on it: a change of the order raises
-`LAYOUT_VERSION`. Knows nothing of weights, nor of which arena pages an adapter gets.
+Row groups (8 rank rows of one layer, module and part) are placed first-fit decreasing, so the plan follows from the
+ranks, the base's shape and the page size alone. Page images in the host cache depend on it: a change of the order
+raises `LAYOUT_VERSION`. Knows neither weights nor the arena pages of an adapter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from manylora.memory.geometry import PageGeometry
 
 LAYOUT_VERSION = 1
 ENTRY_BYTES = 4
-"""An entry of the tables of slots is an int32 or a float32."""
+"""Bytes of an entry in the tables of slots, an int32 or a float32."""
 PART_A = 0
-"""Rows of `lora_a` [rank, in]."""
+"""Part with the rows of `lora_a` [rank, in]."""
 PART_B = 1
-"""Rows of `lora_bt` [rank, out], the rank-major B."""
+"""Part with the rows of `lora_bt` [rank, out], the rank-major B."""
 
 
 class RowGroup(NamedTuple):
-    """Eight rank rows of one (layer, module, part), and where they lie."""
+    """Eight rank rows of one (layer, module, part), and their place."""
 
     layer: int
     module: int
@@ -37,7 +37,7 @@ class RowGroup(NamedTuple):
     part: int
     """`PART_A` or `PART_B`."""
     group: int
-    """Rank rows `8 * group` to `8 * group + 7`."""
+    """Index of the group: it has the rank rows `8 * group` to `8 * group + 7`."""
     page: int
     """Index among the adapter's own pages."""
     offset_units: int
@@ -51,9 +51,9 @@ class LoraLayout:
     version: int
     num_pages: int
     groups: tuple[RowGroup, ...]
-    """Ordered by layer, module, part, group."""
+    """Row groups, ordered by layer, module, part, group."""
     columns: npt.NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    """The groups' fields as arrays, int64 [6, groups]; made with the plan, in a loader thread, for the engine's."""
+    """Fields of the groups, int64 [6, groups]. Loader threads make them with the plan, to spare the engine's thread."""
 
     def __post_init__(self) -> None:
         columns = np.array(self.groups, dtype=np.int64).reshape(-1, len(RowGroup._fields)).T
@@ -66,12 +66,12 @@ def plan_layout(
     """Place the row groups of an adapter in as few pages as first-fit decreasing needs.
 
     Args:
-        ranks: True rank by (layer, module index), at least 1; modules that are not touched are absent.
+        ranks: True rank by (layer, module index), at least 1. Modules without an adapter are absent.
         base: Shape of the base model.
         geometry: Size of a page, and of an element.
 
     Returns:
-        The same plan for equal arguments, in every process.
+        The plan. Equal arguments give equal plans in every process.
 
     Raises:
         ValueError: A rank, layer or module is out of range, or a row group is larger than a page.
@@ -82,7 +82,7 @@ def plan_layout(
 def adapter_pages(
     ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry: PageGeometry
 ) -> int:
-    """Pages that an adapter with these ranks occupies; arguments as of `plan_layout`."""
+    """Pages that an adapter with these ranks takes. The arguments are those of `plan_layout`."""
     return plan_layout(ranks, base, geometry).num_pages
 
 
@@ -111,7 +111,7 @@ def _plan(
     for units in sorted(by_size, reverse=True):
         page = 0
         for key in by_size[units]:
-            # Within one size a page that had no room will have none later, so the first fit only moves on.
+            # A page without room for a group has none for later groups of that size, so the search never goes back.
             while page < len(free_units) and free_units[page] < units:
                 page += 1
             if page == len(free_units):

@@ -1,10 +1,10 @@
-"""A checked checkpoint's tensors into page images: the form in which adapters lie in host memory and in the arena.
+"""Packing of a checked checkpoint's tensors into page images, the form of adapters in host memory and in the arena.
 
-Images are position independent, the layout says where in them each row group starts. Knows no arena pages and checks
-nothing that `checkpoint` has checked already.
+Images do not depend on their place in memory; the layout says where each row group starts in them. Knows no arena pages
+and does not repeat the checks of `checkpoint`.
 
-Loader threads share the interpreter's lock with the engine's steps. So all that can be known from the header is worked
-out once for all files with the same header, and what is left are a few large reads and one copy per matrix and page.
+Loader threads share the interpreter's lock with the engine's steps. So everything that follows from the header is
+computed once for all files with the same header. A load then needs a few large reads and one copy per matrix and page.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 from manylora.memory.geometry import PageGeometry
 
 READ_BYTES = 1 << 18
-"""Small tensors are read together up to this size, in bytes; read and copies take some tenths of a millisecond."""
+"""Small tensors are read together up to this many bytes; that takes some tenths of a millisecond."""
 _SOURCE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BITS: Mapping[int, npt.DTypeLike] = {2: np.uint16, 4: np.uint32}
-"""Elements by their bytes: numpy has no bfloat16, and copies need no arithmetic."""
+"""Integer dtype by bytes of an element: numpy has no bfloat16, and copies need no arithmetic."""
 
 
 class TensorBytes(Protocol):
@@ -39,10 +39,10 @@ class TensorBytes(Protocol):
 
 
 class Packing:
-    """How the tensors of a file go to page images. Serves every file with the same header. Thread-safe.
+    """Plan of the copies from the tensors of a file to page images, for every file with the same header. Thread-safe.
 
     Args:
-        checkpoint: Which tensors stand where in the file.
+        checkpoint: Tensors of the file and their places.
         layout: The plan for the checkpoint's ranks.
         base: Shape of the base model.
         geometry: Sizes of a page.
@@ -67,20 +67,20 @@ class Packing:
     ) -> None:
         """Write the page images of one adapter.
 
-        The rank rows of A and B are cast to `dtype` and put at the places of the layout; all else (rank padding, row
-        padding, unused space) becomes zero, so that nothing of the pages' earlier content remains.
+        The rank rows of A and B are cast to `dtype` and put at the places of the layout. All else (rank padding, row
+        padding, unused space) becomes zero, so nothing of the pages' earlier content remains.
 
         Args:
-            weights: Read from the first tensor to the last.
+            weights: File, which is read from the first tensor to the last.
             pages: uint8 [page_bytes] each, as many as the layout has; overwritten in full.
-            dtype: Of the arena.
+            dtype: Element type of the arena.
             pause: Called after each piece of about a millisecond.
         """
         memory = [page.numpy() for page in pages]
         for page in memory:
             page.fill(0)
             pause()
-        # Everything is read into the same room: new memory costs more than what is done with it.
+        # All reads use the same buffer: new memory costs more than the reading.
         room = torch.empty(max(read.num_bytes for read in self._reads), dtype=torch.uint8)
         bits = np.dtype(_BITS[self._item_bytes])
         for read in self._reads:
@@ -102,7 +102,8 @@ class Packing:
         runs: Mapping[tuple[int, int, int], Sequence[_Run]],
         base: BaseShape,
     ) -> _Read:
-        start, dtype = tensors[0].entry.start, _SOURCE_DTYPES[tensors[0].entry.dtype]
+        start = tensors[0].entry.start
+        dtype = _SOURCE_DTYPES[tensors[0].entry.dtype]
         moves: list[_Move] = []
         for entry, name in tensors:
             part = PART_A if name.place.part == "a" else PART_B
@@ -129,25 +130,25 @@ class Packing:
 
 
 class _Move(NamedTuple):
-    """A copy of some rank rows of one matrix into one page; all in bytes of the page's element type."""
+    """Copy of some rank rows of one matrix into one page. Sizes are in bytes of the page's element type."""
 
     page: int
     start: int
     pitch: int
-    """From one row to the next in the page."""
+    """Bytes from one row to the next in the page."""
     shape: tuple[int, int]
     """Rank rows and features."""
     source_start: int
-    """In what was read, once it is cast."""
+    """Start in the buffer that was read, after the cast."""
     source_strides: tuple[int, int]
 
 
 class _Read(NamedTuple):
-    """Tensors of one dtype that lie one behind the other in the file and are read together."""
+    """Neighbouring tensors of one dtype in the file, which are read together."""
 
     num_bytes: int
     dtype: torch.dtype
-    """As stored."""
+    """Dtype in the file."""
     moves: tuple[_Move, ...]
 
 
@@ -161,7 +162,7 @@ class _Run(NamedTuple):
 
 
 def _together(tensors: Sequence[LoraTensor]) -> Iterator[Sequence[LoraTensor]]:
-    """Tensors in the file's order, in groups of one dtype and at most `READ_BYTES`; a larger one is alone."""
+    """Group tensors in the file's order: one dtype and at most `READ_BYTES` per group, or one larger tensor alone."""
     for _, same in groupby(tensors, lambda tensor: tensor.entry.dtype):
         group: list[LoraTensor] = []
         for tensor in same:
@@ -175,7 +176,7 @@ def _together(tensors: Sequence[LoraTensor]) -> Iterator[Sequence[LoraTensor]]:
 def group_runs(
     layout: LoraLayout, base: BaseShape, geometry: PageGeometry
 ) -> Mapping[tuple[int, int, int], Sequence[_Run]]:
-    """All groups of a layout, joined to as few runs as there are."""
+    """Join the groups of a layout to as few runs as possible."""
     runs: dict[tuple[int, int, int], list[_Run]] = defaultdict(list)
     for layer, module, part, group, page, units in layout.groups:
         features = (

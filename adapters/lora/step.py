@@ -1,6 +1,6 @@
-"""What the decoder and the runner see of adapters: one object per step that adds the deltas at each site.
+"""Adapters as the decoder and the runner see them: one object per step that adds the deltas at each site.
 
-`PagedLora` computes them straight from the pages with the SGMV kernels. Tiles say which rows of the batch use which
+`PagedLora` computes the deltas from the pages with the SGMV kernels. Tiles say which rows of the batch use which
 adapter.
 """
 
@@ -20,17 +20,17 @@ from manylora.memory.arena import Arena
 
 BASE_SLOT = -1
 SIDE_ROWS = 64
-"""Steps of at most so many rows leave a GPU room for the shrink of a site beside the base's layer."""
+"""Largest step, in rows, that leaves a GPU room to run the shrink of a site beside the base's layer."""
 
 
 class PagedLora:
     """Prepares steps for `sgmv`. Holds no weights of its own.
 
     Args:
-        arena: Holds the adapters' pages.
-        tables: Say where in it they are.
+        arena: Arena with the adapters' pages.
+        tables: Places of the adapters' weights in the arena.
         base: Shape of the base model.
-        kernels: The operations; those of the arena's device when None.
+        kernels: The operations; None takes those of the arena's device.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class PagedLora:
         self.tables = tables
         self.slot_tables = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
         kernels = kernels or kernels_for(arena.device, arena.dtype)
-        self.sgmv, self.shrink = kernels.sgmv, kernels.shrink
+        self.sgmv = kernels.sgmv
+        self.shrink = kernels.shrink
         self.side = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """Where shrinks of small steps run; None has them run in order."""
+        """Stream on which shrinks of small steps run; None has them run in order."""
         self.sites = [
             SgmvSite(
                 base.modules[site.modules[0]].in_features, site.modules, base.site_widths(index)
@@ -57,13 +58,13 @@ class PagedLora:
             row_slots: Adapter slot of each row, ascending, -1 (the base model) first.
 
         Returns:
-            None when no row's adapter changes anything.
+            None if no row's adapter changes anything.
         """
         num_rows = len(row_slots)
         used = self.tables.touched(sorted(set(row_slots) - {BASE_SLOT}))
         if not used.any():
             return None
-        # In C++ short tiles are faster for prompts, too.
+        # In C++, short tiles are faster for prompts too.
         rows_per_tile = DECODE_TILE_ROWS if self.shrink is None else tile_rows(num_rows)
         tiles = np.empty(
             (3, tile_capacity(num_rows, self.tables.slots, rows_per_tile)), dtype=np.int32
@@ -79,12 +80,12 @@ class PagedLora:
     def static_step(
         self, tiles: torch.Tensor, rows_per_tile: int, *, is_small: bool = False
     ) -> LoraStep:
-        """A step whose rows and adapters change under it, as those of a captured graph do: it works on all sites.
+        """A step whose rows and adapters change later, as in a captured graph. It works on all sites.
 
         Args:
-            tiles: [3, capacity], int32, on the device: what `fill_tiles` fills, for all rows of the step.
-            rows_per_tile: Most rows in a tile.
-            is_small: Whether it never has more than `SIDE_ROWS` rows.
+            tiles: [3, capacity], int32, on the device, as `fill_tiles` fills it for all rows of the step.
+            rows_per_tile: Largest number of rows in a tile.
+            is_small: True if it never has more than `SIDE_ROWS` rows.
         """
         return LoraStep(self, Tiles(tiles, rows_per_tile), None, self.side if is_small else None)
 
@@ -93,10 +94,10 @@ class LoraStep:
     """The adapters of one step's rows, applied from their pages.
 
     Args:
-        lora: Where the weights are.
-        tiles: Which rows use which adapter.
-        touched: [layers][sites] whether any adapter of the step changes the site; None to work on all.
-        side: Where shrinks run beside the base's layers; None has them run in order.
+        lora: The weights.
+        tiles: Rows of each adapter.
+        touched: [layers][sites], true if an adapter of the step changes the site; None to work on all.
+        side: Stream on which shrinks run beside the base's layers; None has them run in order.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class LoraStep:
     def project(
         self, layer: int, site: int, linear: Linear, x: torch.Tensor
     ) -> tuple[torch.Tensor, LoraDelta | None]:
-        """The base's linear layer, and what the adapters add to it.
+        """Apply the base's linear layer, and compute the adapters' delta.
 
         Args:
             layer: Decoder layer.
@@ -123,8 +124,8 @@ class LoraStep:
             x: [T, in_features], its input.
 
         Returns:
-            [T, sum of the site's widths], and what the next operation is to add to it; None where nothing is left to
-            be added.
+            [T, sum of the site's widths], and the delta that the next operation must add to it. The delta is None if
+            there is none, or if it is added already.
         """
         shrink = self._lora.shrink
         if shrink is None:
@@ -136,7 +137,7 @@ class LoraStep:
             return linear(x), None
         if self._side is None:
             return linear(x), shrink(x, operands)
-        # Each stream waits for the other, so that neither reuses memory which the other one still reads.
+        # Each stream waits for the other, so that neither reuses memory that the other still reads.
         main = torch.cuda.current_stream(x.device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
@@ -159,7 +160,7 @@ class LoraStep:
             self._lora.sgmv(x, y, operands)
 
     def _operands(self, layer: int, site: int) -> SgmvOperands | None:
-        """None where no adapter of the step changes the site."""
+        """Operands at a site; None if no adapter of the step changes it."""
         if self._touched is not None and not self._touched[layer][site]:
             return None
         lora = self._lora

@@ -1,6 +1,6 @@
-"""Where the weights of each resident adapter lie: per adapter slot, static tensors that the kernels read.
+"""Places of the weights of each resident adapter: static tensors by adapter slot, which the kernels read.
 
-Knows which rows are where, not who owns a slot; that is residency's business.
+Knows the places of rows, not the owners of slots, which residency knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AdapterTables:
     """One row per adapter slot, in tensors whose addresses never change.
 
     Args:
-        slots: Rows.
+        slots: Number of rows.
         base: Shape of the base model.
         max_rank: Largest rank, a multiple of 8.
         geometry: Sizes of a page.
@@ -50,9 +50,9 @@ class AdapterTables:
         """int32 [slots, layers, modules, 2 (A, B), max_rank / 8]: start of each row group in the arena, in units of
         256 bytes."""
         self.ranks = host_ranks.to(device)
-        """int32 [slots, layers, modules], padded to a multiple of 8; 0 where the adapter changes nothing."""
+        """int32 [slots, layers, modules]: ranks, padded to a multiple of 8; 0 where the adapter changes nothing."""
         self.scalings = host_scalings.to(device)
-        """float32 [slots, layers, modules]."""
+        """float32 [slots, layers, modules]: factors of B @ A."""
         self.host_offsets: npt.NDArray[np.int32] = host_offsets.numpy()
         """`offsets` on the host, for building batches; the same memory on a CPU."""
         self.host_ranks: npt.NDArray[np.int32] = host_ranks.numpy()
@@ -68,13 +68,13 @@ class AdapterTables:
         ranks: Mapping[tuple[int, int], int],
         scalings: Mapping[tuple[int, int], float],
     ) -> None:
-        """Describe an adapter whose pages are in the arena, to steps that the calling thread launches later.
+        """Write the row of an adapter whose pages are in the arena, for steps that the calling thread launches later.
 
-        No step that uses the slot may run. On a GPU, none is waited for.
+        No step that uses the slot may run. On a GPU, this waits for no step.
 
         Args:
-            slot: The row to overwrite.
-            layout: Where the row groups lie among the adapter's pages.
+            slot: Row to overwrite.
+            layout: Places of the row groups in the adapter's pages.
             pages: Arena pages, `layout.num_pages` of them, in the layout's order.
             ranks: True rank by (layer, module index).
             scalings: Scaling by (layer, module index).
@@ -106,14 +106,14 @@ class AdapterTables:
         self._publish(slot)
 
     def touched(self, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Bool [layers, modules]: what any of the adapters in `slots` changes."""
+        """Bool [layers, modules]: true if any of the adapters in `slots` changes the module."""
         return np.logical_or.reduce(self.host_ranks[list(slots)] > 0, axis=0)  # type: ignore[no-any-return]
 
     def _publish(self, slot: int) -> None:
         """Launch the copies of a row on the calling thread's stream, which is that of the steps.
 
-        What is launched later sees the row, and nothing waits for what was launched before: torch hands pinned memory
-        out again only once its copy has ended.
+        Later launches see the row, and no earlier launch is waited for: torch reuses pinned memory only after its copy
+        has ended.
         """
         if self.ranks.device.type == "cpu":
             return

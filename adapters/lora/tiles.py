@@ -10,23 +10,23 @@ import numpy.typing as npt
 DECODE_TILE_ROWS = 16
 PREFILL_TILE_ROWS = 64
 PREFILL_MIN_ROWS = 128
-"""On a GPU, batches with at least this many rows use the larger tile, which reads an adapter's weights once for four
-times as many rows of a prompt. Nothing but the number of rows decides: sums are cut by the kind of tile, and a row's
-result must not depend on who else is in the batch."""
+"""Smallest batch, in rows, that uses the larger tile on a GPU. The larger tile reads an adapter's weights once for four
+times as many rows of a prompt. The number of rows alone decides: the kind of tile changes the order of sums, and a
+row's result must not depend on the other rows of the batch."""
 
 
 def tile_rows(num_rows: int) -> int:
-    """Most rows of a tile in a batch, or a bucket, of `num_rows` rows."""
+    """Largest number of rows of a tile in a batch, or a bucket, of `num_rows` rows."""
     return PREFILL_TILE_ROWS if num_rows >= PREFILL_MIN_ROWS else DECODE_TILE_ROWS
 
 
 def tile_capacity(num_rows: int, num_slots: int, rows_per_tile: int) -> int:
-    """The most tiles that rows can be cut into.
+    """Upper bound of the tiles that rows are cut into.
 
     Args:
         num_rows: Rows of the batch.
         num_slots: Adapter slots of the tables; the base's rows are one more run.
-        rows_per_tile: Most rows in a tile.
+        rows_per_tile: Largest number of rows in a tile.
     """
     runs = min(num_rows, num_slots + 1)
     return runs + (num_rows - runs) // rows_per_tile
@@ -38,13 +38,13 @@ def fill_tiles(
     """Cut all rows of a batch into tiles.
 
     Args:
-        out: [3, capacity]: set to slot (-1 is the base), first row and number of rows of each tile; unused ones
-            at the end are -1, 0, 0.
+        out: [3, capacity]: becomes slot (-1 is the base), first row and number of rows of each tile. Unused tiles at
+            the end are -1, 0, 0.
         row_slots: Adapter slot of each row, ascending, -1 (the base model) first.
-        rows_per_tile: Most rows in a tile.
+        rows_per_tile: Largest number of rows in a tile.
 
     Returns:
-        The number of tiles that are used.
+        Number of used tiles.
 
     Raises:
         ValueError: The rows are not sorted by slot, or have more tiles than there is room for.
@@ -60,12 +60,13 @@ def fill_tiles(
     out[0, :live] = np.repeat(slots[firsts], counts)
     out[1, :live] = np.repeat(firsts, counts) + offsets
     out[2, :live] = np.minimum(np.repeat(lengths, counts) - offsets, rows_per_tile)
-    out[0, live:], out[1:, live:] = -1, 0
+    out[0, live:] = -1
+    out[1:, live:] = 0
     return live
 
 
 def count_tiles(row_slots: Sequence[int] | npt.NDArray[np.int32], rows_per_tile: int) -> int:
-    """How many tiles `fill_tiles` cuts rows into."""
+    """Number of tiles that `fill_tiles` cuts rows into."""
     return int((-(-_runs(np.asarray(row_slots, dtype=np.int32))[1] // rows_per_tile)).sum())
 
 

@@ -1,6 +1,6 @@
-"""The adapters that are on the device or on their way there, as the evictor sees them, and what is remembered of them.
+"""Adapters that are on the device or on their way there, as the evictor sees them, and what is remembered of others.
 
-An adapter's size, its use and the times of its loads are remembered also while it is in no memory.
+The size, the uses and the load times of an adapter are remembered while it is in no memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from manylora.adapters.residency.residency import Residency
 
 NUM_LOADS = 32
-"""The last so many loads of each adapter count in its load times."""
+"""Number of last loads of each adapter that count in its load times."""
 PERCENT = 95
 """Share of the last loads that `LoadTimes.p95_s` covers."""
 
@@ -31,7 +31,7 @@ class LoadTimes:
     """Seconds of loads that succeeded.
 
     Args:
-        limit: How many of the last loads count for `p95_s`.
+        limit: Number of last loads that count for `p95_s`.
     """
 
     __slots__ = ("_last", "_p95_s", "count")
@@ -39,9 +39,9 @@ class LoadTimes:
     def __init__(self, limit: int) -> None:
         self._last: deque[float] = deque(maxlen=limit)
         self._p95_s: float | None = None
-        """None if a load was noted since it was last computed."""
+        """Last result of `p95_s`; None if a load was noted since."""
         self.count = 0
-        """All loads that were noted."""
+        """Number of all noted loads."""
 
     def note(self, seconds: float) -> None:
         """Count a load."""
@@ -51,7 +51,7 @@ class LoadTimes:
 
     @property
     def p95_s(self) -> float | None:
-        """The smallest of the last times that 95 % of them do not exceed; None before the first."""
+        """95th percentile of the last load times; None before the first load."""
         if self._p95_s is None and self._last:
             self._p95_s = sorted(self._last)[(PERCENT * len(self._last) + 99) // 100 - 1]
         return self._p95_s
@@ -65,22 +65,22 @@ class KnownAdapter:
     """Pages of its image; None before it was first loaded."""
     uses: UseCount = field(default_factory=UseCount)
     num_runs: int = 0
-    """Requests that ran with it and are done, since it was last read from the store."""
+    """Requests that ran with it and ended since it was last read from the store."""
     loads: LoadTimes = field(default_factory=lambda: LoadTimes(NUM_LOADS))
-    """Its loads onto the device."""
+    """Times of its loads to the device."""
 
 
 class KnownAdapters:
-    """The last `limit` adapters that were asked for. One that was forgotten starts from zero when it comes back.
+    """The last `limit` adapters that were asked for. A forgotten adapter starts from zero when it comes back.
 
     Args:
-        limit: Adapters.
+        limit: Largest number of adapters.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._known: dict[str, KnownAdapter] = {}
-        """The one asked for last at the end."""
+        """Known adapters, the last one asked for at the end."""
 
     def __getitem__(self, digest: str) -> KnownAdapter:
         known = self._known.pop(digest, None) or KnownAdapter()
@@ -90,23 +90,23 @@ class KnownAdapters:
         return known
 
     def get(self, digest: str) -> KnownAdapter:
-        """What is known of an adapter, which does not count as asking for it."""
+        """Knowledge of an adapter. Reading it does not count as asking for the adapter."""
         return self._known.get(digest) or KnownAdapter()
 
     def forget(self, digest: str) -> None:
-        """Remember nothing of an adapter."""
+        """Forget an adapter."""
         self._known.pop(digest, None)
 
 
 class LoadFailure(NamedTuple):
-    """An adapter that could not be loaded; reported once."""
+    """An adapter that could not be loaded. It is reported once."""
 
     digest: str
     error: ManyloraError
 
 
 class Stage(Enum):
-    """How far an adapter is on its way to the device."""
+    """Stage of an adapter on its way to the device."""
 
     QUEUED = "queued"
     LOADING = "loading"
@@ -116,7 +116,7 @@ class Stage(Enum):
 
 
 @dataclass(eq=False, kw_only=True)
-class Entry(Evictable):
+class AdapterEntry(Evictable):
     """An adapter with its pages, slot and references. Changed by the residency alone."""
 
     ref: AdapterRef
@@ -129,30 +129,30 @@ class Entry(Evictable):
     holds: int = 0
     running: int = 0
     held_pages: int = 0
-    """What it counts in the residency's sum of pages that only wait for requests."""
+    """Its pages in the sum `held_pages` of all entries."""
     turn: int = LAST_TURN
-    """When it is needed, the least first."""
+    """Place in the order of need; the smallest comes first."""
     job: LoadJob | None = None
     image: HostImage | None = None
-    """In use from LOADING's end until it is on the device."""
+    """Page image, in use from the end of LOADING until the adapter is on the device."""
     lease: SlotLease | None = None
-    """Its slot, while it has pages."""
-    comes_unasked: bool = False
-    """It was started because it is pinned or was just pushed; it is loaded even if no request wants it."""
+    """Its slot while it has pages."""
+    is_unrequested: bool = False
+    """True if a pin or a push started its load, so that it is loaded even if no request wants it."""
     is_kept: bool = False
-    """Its pin keeps it on the device; pinned ones beyond the share that pins may keep have `evict_last`."""
+    """True if its pin keeps it on the device. Pinned adapters beyond the share of pins have `evict_last` instead."""
     is_counted: bool = False
-    """The first use that follows was counted when it arrived."""
+    """True if its arrival was counted as the next use."""
     is_forgotten: bool = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is on the device and no request waits for it or runs with it."""
+        """True if it is on the device, and no request waits for it or runs with it."""
         return self.stage is Stage.DEVICE and not self.holds and not self.running
 
     @property
     def tier(self) -> AdapterTier | Literal["loading"]:
-        """Where it is, as operators see it."""
+        """Its place, as operators see it."""
         if self.stage is Stage.DEVICE:
             return "device"
         return "loading" if self.stage in (Stage.LOADING, Stage.COPYING) else "host"
@@ -163,32 +163,32 @@ class Entry(Evictable):
         return -1 if self.lease is None else self.lease.slot
 
     def reload_cost(self) -> tuple[float, int]:
-        """Seconds to have it and its cached prefixes again, and their pages."""
+        """Seconds to bring it and its cached prefixes back, and their pages."""
         return self.residency.reload_cost(self)
 
     def evict(self) -> None:
-        """Leave the device, its cached prefixes with it."""
+        """Leave the device together with its cached prefixes."""
         self.residency.evict(self)
 
 
-class Entries(dict[str, Entry]):
-    """All entries by digest, in the order in which they came; also by stage.
+class AdapterEntries(dict[str, AdapterEntry]):
+    """All entries by digest, in the order in which they came, and by stage.
 
-    Changed by its methods alone. A step looks at the entries under way, not at all of them: most are on the device.
+    Only its methods change it. A step looks only at entries on their way, because most entries are on the device.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_stage: dict[Stage, dict[str, Entry]] = {stage: {} for stage in Stage}
+        self.by_stage: dict[Stage, dict[str, AdapterEntry]] = {stage: {} for stage in Stage}
         self.held_pages = 0
-        """Device pages of adapters that have holds and do not run."""
+        """Device pages of adapters that only wait: they have holds and do not run."""
 
-    def on_device(self, digest: str) -> Entry | None:
+    def on_device(self, digest: str) -> AdapterEntry | None:
         """The entry of an adapter that is on the device."""
         return self.by_stage[Stage.DEVICE].get(digest)
 
-    def coming(self) -> list[Entry]:
-        """Those that are not on the device yet."""
+    def coming(self) -> list[AdapterEntry]:
+        """Entries that are not on the device yet."""
         return [
             entry
             for stage, those in self.by_stage.items()
@@ -196,37 +196,37 @@ class Entries(dict[str, Entry]):
             for entry in those.values()
         ]
 
-    def in_turn(self, stage: Stage) -> list[Entry]:
-        """Those of one stage, the one that is needed first at the beginning."""
+    def in_turn(self, stage: Stage) -> list[AdapterEntry]:
+        """Entries of one stage, in the order of need."""
         return sorted(self.by_stage[stage].values(), key=lambda entry: entry.turn)
 
     def num_under_way(self) -> Counter[AdapterTier]:
-        """How many are loaded or wait for pages, by where they come from."""
+        """Number of entries that are loading or wait for pages, by the memory that they come from."""
         under_way = [*self.by_stage[Stage.LOADING].values(), *self.by_stage[Stage.PLACING].values()]
         return Counter(entry.origin for entry in under_way)
 
-    def add(self, entry: Entry) -> None:
-        """Take in an entry."""
+    def add(self, entry: AdapterEntry) -> None:
+        """Add an entry."""
         self[entry.ref.digest] = self.by_stage[entry.stage][entry.ref.digest] = entry
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: AdapterEntry) -> None:
         """Forget an entry without holds."""
         del self[entry.ref.digest]
         del self.by_stage[entry.stage][entry.ref.digest]
 
-    def advance(self, entry: Entry, stage: Stage) -> None:
+    def advance(self, entry: AdapterEntry, stage: Stage) -> None:
         """Move an entry to another stage."""
         del self.by_stage[entry.stage][entry.ref.digest]
         entry.stage = stage
         self.by_stage[stage][entry.ref.digest] = entry
 
-    def set_holds(self, entry: Entry, holds: int) -> None:
-        """Change how many requests wait for an entry."""
+    def set_holds(self, entry: AdapterEntry, holds: int) -> None:
+        """Set the number of requests that wait for an entry."""
         entry.holds = holds
         self.count_held(entry)
 
-    def count_held(self, entry: Entry) -> None:
-        """Keep the sum over entries with holds, after a change of this entry's holds, requests or pages."""
+    def count_held(self, entry: AdapterEntry) -> None:
+        """Update `held_pages` after a change of this entry's holds, requests or pages."""
         num_pages = entry.num_pages if entry.holds and not entry.running else 0
         self.held_pages += num_pages - entry.held_pages
         entry.held_pages = num_pages
@@ -235,7 +235,7 @@ class Entries(dict[str, Entry]):
         """Verify stages and sums.
 
         Raises:
-            PageAccountingError: They do not agree with the entries.
+            PageAccountingError: They disagree with the entries.
         """
         staged = {
             digest: entry for those in self.by_stage.values() for digest, entry in those.items()
@@ -245,11 +245,11 @@ class Entries(dict[str, Entry]):
             for stage, those in self.by_stage.items()
             for entry in those.values()
         ):
-            raise PageAccountingError("adapters are listed under stages that they are not in")
+            raise PageAccountingError("adapters are listed under a stage that is not theirs")
         waiting = sum(
             entry.num_pages for entry in self.values() if entry.holds and not entry.running
         )
         if self.held_pages != waiting:
             raise PageAccountingError(
-                f"{self.held_pages} pages are said to wait for requests, adapters have {waiting}"
+                f"{self.held_pages} pages are counted as waiting for requests, but adapters have {waiting}"
             )

@@ -1,6 +1,6 @@
-"""Page images of adapters in host memory: the second tier, bounded by a slab, least recently used out first.
+"""Page images of adapters in host memory: the second tier, bounded by a slab. The least recently used image goes first.
 
-Safe to use from several threads: loaders reserve pages while the engine's thread looks images up.
+Thread-safe: loaders reserve pages while the engine's thread looks images up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostImage:
     pages: Sequence[torch.Tensor]
     """uint8 [page_bytes] each, in the layout's order."""
     slab_pages: Sequence[int] = ()
-    """Where in the slab they lie; empty for an image that found no room there and is used once."""
+    """Its pages of the slab; empty for an image that found no room there and is used once."""
     users: int = field(default=0, init=False)
 
 
@@ -43,9 +43,9 @@ class HostImages:
         self._slab = slab
         self._lock = threading.RLock()
         self._images: dict[str, HostImage] = {}
-        """Least recently used first."""
+        """Images that can be found, the least recently used first."""
         self._reserved = 0
-        """Slab pages of images that nobody can find: in the making, or dropped while in use."""
+        """Slab pages of images that cannot be found: they are in the making, or were dropped while in use."""
         self._gone: list[str] = []
 
     def __contains__(self, digest: str) -> bool:
@@ -58,16 +58,16 @@ class HostImages:
             return {digest: len(image.pages) for digest, image in self._images.items()}
 
     def take_gone(self) -> list[str]:
-        """Digests of images that were dropped since the last call: their adapters take longer to have again."""
+        """Take the digests of images that were dropped since the last call: their adapters now take longer to load."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
 
     def make_room(self, count: int) -> bool:
-        """Have `count` slab pages free, dropping images that are not in use, least recently used first.
+        """Get `count` slab pages free. Unused images are dropped, the least recently used first.
 
         Returns:
-            Whether they are free; if not, nothing was dropped. Another thread may take them meanwhile.
+            True if they are free; if not, nothing was dropped. Another thread may take them before the caller does.
         """
         with self._lock:
             lacking = count - self._slab.num_free
@@ -83,13 +83,13 @@ class HostImages:
             return True
 
     def reserve(self, count: int) -> list[int] | None:
-        """Take slab pages for an image in the making, dropping images that are not in use if need be.
+        """Take slab pages for a new image. Unused images are dropped if necessary.
 
         Returns:
-            The slab pages, or None when even that gives no room.
+            The slab pages, or None if there is no room even then.
         """
         with self._lock:
-            # The slab has other takers, who may be quicker.
+            # Another thread may have taken the pages first.
             pages = self._slab.allocate(count) if self.make_room(count) else None
             if pages is not None:
                 self._reserved += count
@@ -106,11 +106,11 @@ class HostImages:
             self._slab.free(slab_pages)
 
     def add(self, image: HostImage, *, keep: bool = True) -> None:
-        """Take in a finished image, in use by the caller.
+        """Add a finished image, which the caller uses.
 
         Args:
-            image: Its slab pages were reserved.
-            keep: Whether others may find it; otherwise its pages go back when the caller releases it.
+            image: Image in reserved slab pages.
+            keep: Let others find it. If not, its pages go back when the caller releases it.
         """
         with self._lock:
             image.users = 1
@@ -119,7 +119,7 @@ class HostImages:
                 self._images[image.digest] = image
 
     def hold(self, digest: str) -> HostImage | None:
-        """Find an image and use it, which keeps its pages until `release`."""
+        """Find an image and use it. Its pages are kept until `release`."""
         with self._lock:
             image = self._images.pop(digest, None)
             if image is not None:
@@ -148,10 +148,10 @@ class HostImages:
         """Verify that the slab's pages are those of the images.
 
         Args:
-            num_other_used: Slab pages that others took, such as `SwapSpace.num_used`.
+            num_other_used: Slab pages that others use, such as `SwapSpace.num_used`.
 
         Raises:
-            PageAccountingError: If they are not.
+            PageAccountingError: They are not.
         """
         self._slab.check()
         with self._lock:

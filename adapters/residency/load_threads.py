@@ -1,13 +1,13 @@
 """Threads that load and copy adapters beside the engine's steps, and give way to them.
 
-A step uses every core, so a loader that is on one of them stops the whole step. Such a thread is therefore less
-important to the operating system than those that compute: it gets what they leave, and at least a share that its
-niceness fixes. And each of its operations keeps to one core. Knows nothing of the work.
+A step uses every core, so a loader on one core delays the whole step. The threads here therefore have a lower priority
+than those that compute: they get the time that others leave, and at least the share of their niceness. Each of their
+operations uses one core. Knows nothing of the work.
 
-Niceness bounds a loader's share over a long time only: within one step a loader may run for some milliseconds, and a
-copier beside it. `LoadPace` bounds it piece by piece, on one budget, and not at all while no step runs. Both are
-needed: with either alone the slowest steps in a hundred took more than a quarter longer beside loads, with both a
-ninth (`benchmarks/results/step-stall-cpu.json`).
+Niceness bounds a loader's share only over a long time: within one step, a loader and a copier may run for some
+milliseconds. `LoadPace` bounds them after each piece of work, on one budget, while steps run. Both are needed: with
+either alone, the slowest 1 % of steps took more than a quarter longer beside loads, with both a ninth longer
+(`benchmarks/results/step-stall-cpu.json`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from manylora.errors import AdapterUnavailableError, ManyloraError
 from manylora.memory.arena import is_device_lost
 
 BURST_S = 0.002
-"""What may be taken at once after a time without work: a short copy that a request waits for is done at once."""
+"""Largest burst of work after a time without work, so that a short copy that a request waits for needs no pause."""
 PIECE_S = 0.001
-"""Work of a thread between two pauses, at least."""
+"""Least work of a thread between two pauses."""
 
 
 @dataclass(eq=False)
@@ -40,29 +40,29 @@ class LoadPace:
     """One budget for all threads that load or copy. Thread-safe."""
 
     share: float
-    """What they may take of one core at least while steps run, all together; 1 does not hold them up."""
+    """Share of one core that all these threads together may take while steps run; 1 means no pauses."""
     _: KW_ONLY
     clock: Callable[[], float] = time.perf_counter
     """Monotonic seconds."""
     thread_clock: Callable[[], float] = time.thread_time
-    """Seconds that the calling thread has computed."""
+    """CPU time of the calling thread in seconds."""
     idle: threading.Event = field(default_factory=threading.Event)
-    """Is set while no step runs, which ends all pauses."""
+    """Set while no step runs; it ends all pauses."""
 
     def __post_init__(self) -> None:
         self._share_now = self.share
         self._lock = threading.Lock()
         self.idle.set()
         self._free_s = 0.0
-        """When the work done so far is paid for."""
+        """Time at which the work done so far is within the budget."""
         self._thread = threading.local()
 
     def set_stepping(self, running: int, held_up: int = 0) -> None:
-        """Say which steps run from now on.
+        """Tell about the steps that run from now on.
 
         Args:
-            running: Requests in a step; 0 when none runs.
-            held_up: Requests that wait for loads and would run otherwise.
+            running: Requests in a step; 0 if no step runs.
+            held_up: Requests that wait for loads and could run without that.
         """
         if running:
             self._share_now = max(self.share, held_up / (running + held_up))
@@ -70,10 +70,10 @@ class LoadPace:
             return
         self.idle.set()
         with self._lock:
-            self._free_s = 0.0  # threads in a pause continue, and owe nothing to later steps
+            self._free_s = 0.0  # paused threads go on, and the work until the next step is free
 
     def pause(self) -> None:
-        """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
+        """Sleep while the budget is spent. A loading thread calls this after each small piece of work."""
         share = self._share_now
         if share >= 1 or self.idle.is_set():
             self._thread.paid_s = None
@@ -97,11 +97,11 @@ class LoadPace:
 logger = logging.getLogger(__name__)
 
 LAST_TURN = 1 << 62
-"""Turn of a job for which no turn was given; such jobs start in the order in which they came."""
+"""Turn of a job without a given turn. Such jobs start in the order in which they came."""
 
 
 class TaskExecutor(Protocol):
-    """Runs work some time; a ThreadPoolExecutor, or what a simulator makes of it."""
+    """Runs work later: a ThreadPoolExecutor, or the executor of a simulation."""
 
     def submit(self, fn: Callable[[], None], /) -> Future[None]:
         """Run `fn` on some thread, now or later."""
@@ -112,24 +112,24 @@ class TaskExecutor(Protocol):
 
 @dataclass(eq=False)
 class LoadJob:
-    """One piece of work for one adapter, and what came of it."""
+    """One piece of work for one adapter, and its result."""
 
     digest: str
     task: Callable[[], HostImage]
     image: HostImage | None = field(default=None, init=False)
     error: ManyloraError | None = field(default=None, init=False)
-    """Set when there is no image."""
+    """Error of the adapter; set if there is no image."""
     device_error: Exception | None = field(default=None, init=False)
-    """Set when the device is lost: then not this adapter alone failed, and the engine must be started again."""
+    """Error of a lost device. It concerns more than this adapter: the engine must be started again."""
     turn: int = LAST_TURN
-    """Of the jobs that wait, the one with the least turn is started first. May change while it waits."""
+    """Waiting jobs start in the order of their turns. The turn may change while the job waits."""
 
 
 class LoadQueue:
     """Jobs that wait, and jobs that are done.
 
     Args:
-        executor: Runs them.
+        executor: Runs the jobs.
         notify: Called by the executor's thread whenever a job is done.
     """
 
@@ -144,11 +144,11 @@ class LoadQueue:
         """Queue a job."""
         with self._lock:
             self._waiting.append(job)
-        # Which job a thread takes is decided when it starts, not now, so that one that waits can be taken back.
+        # A thread chooses its job when it starts, not now, so a waiting job can be cancelled.
         self._executor.submit(self._run_next)
 
     def run_now(self, job: LoadJob) -> None:
-        """Run a job in the calling thread. It is not among those of `take_done`; a fault is logged and is its error."""
+        """Run a job in the calling thread. `take_done` does not return it; a fault is logged and becomes its error."""
         job.error = AdapterUnavailableError(
             "Loading the adapter failed inside the server; its log says why."
         )
@@ -167,7 +167,7 @@ class LoadQueue:
             job.device_error = fault if is_device_lost(fault) else None
 
     def cancel(self, job: LoadJob) -> bool:
-        """Take a job back; False when it has started."""
+        """Take a waiting job back; False if it has started."""
         with self._lock:
             if job not in self._waiting:
                 return False
@@ -175,11 +175,11 @@ class LoadQueue:
             return True
 
     def take_done(self) -> list[LoadJob]:
-        """Jobs that ended since the last call, in the order in which they did."""
+        """Take the jobs that ended since the last call, in the order of their ends."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
-        """Drop what waits, and return when what runs is done."""
+        """Drop waiting jobs, and return when running ones are done."""
         with self._lock:
             self._waiting.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
@@ -197,9 +197,9 @@ class LoadQueue:
 
 
 LOAD_NICENESS = 10
-"""What loads add to the niceness of the engine: where both compete for a core, one tenth of it."""
+"""Niceness of loads above that of the engine. If both compete for a core, loads get a tenth of it."""
 COPY_NICENESS = 5
-"""What copies add: a quarter of it, because a copy is short, and a request may wait for nothing else."""
+"""Niceness of copies above that of the engine. They get a quarter: a copy is short, and a request waits only for it."""
 MAX_NICENESS = 19
 
 
@@ -207,9 +207,9 @@ def loader_threads(count: int, *, has_idle_core: bool = False) -> ThreadPoolExec
     """Threads that read, check and pack adapters.
 
     Args:
-        count: How many.
-        has_idle_core: Whether steps leave a core to others. Then loads compete with other processes rather than with
-            steps, and are not to starve beside them.
+        count: Number of threads.
+        has_idle_core: True if steps leave a core to others. Then loads compete with other processes, not with steps,
+            and get the priority of copies.
     """
     niceness = COPY_NICENESS if has_idle_core else LOAD_NICENESS
     return ThreadPoolExecutor(
@@ -226,7 +226,7 @@ def copier_thread() -> ThreadPoolExecutor:
 
 def _give_way(niceness: int, default_threads: int) -> None:
     """Prepare the calling thread: lower its priority, and let its operations use one core."""
-    if sys.platform == "linux":  # elsewhere niceness is of the process
+    if sys.platform == "linux":  # elsewhere a whole process has one niceness
         thread = threading.get_native_id()
         try:
             os.setpriority(
@@ -238,8 +238,8 @@ def _give_way(niceness: int, default_threads: int) -> None:
             logger.warning(
                 "loading adapters may slow down steps: its priority cannot be lowered: %s", error
             )
-    # torch counts a thread's cores from its first operation on; setting them also sets what threads that torch has not
-    # seen yet start with, which another thread puts right.
+    # torch fixes a thread's number of cores at its first operation. Setting it also changes the default of threads that
+    # torch has not seen yet, so another thread sets the default again.
     torch.get_num_threads()
     torch.set_num_threads(1)
     repair = threading.Thread(target=torch.set_num_threads, args=(default_threads,))

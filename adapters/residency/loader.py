@@ -1,4 +1,4 @@
-"""From a stored blob to a page image: read, hash, check and pack in one pass. Runs in loader threads, owns nothing."""
+"""Loading of a stored blob to a page image: read, hash, check and pack in one pass. Runs in loader threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from manylora.errors import (
 from manylora.memory.geometry import PageGeometry
 
 MAX_PLANS = 32
-"""Headers that are remembered with what follows from them, at most 1 MiB each. Adapters of one training pipeline share
+"""Number of headers that are remembered with their plans, at most 1 MiB each. Adapters of one training pipeline share
 header and config, so most loads need not check names and shapes again."""
 
 
@@ -38,9 +38,9 @@ class AdapterLoader:
     """Makes page images. Thread-safe."""
 
     blobs: BlobStore
-    """Where weights come from, if they are not in `memory`."""
+    """Store of weights that are not in `memory`."""
     images: HostImages
-    """Where the images' memory comes from."""
+    """Host images, which give the memory."""
     base: BaseShape
     geometry: PageGeometry
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class AdapterLoader:
     max_rank: int
     """Largest rank that the tables hold."""
     max_pages: int
-    """Most pages an adapter may have."""
+    """Largest number of pages that an adapter may have."""
     pause: Callable[[], None] = lambda: None
     """Called between pieces of a load."""
     memory: MemoryBlobs = field(default_factory=lambda: MemoryBlobs(0), init=False)
@@ -58,7 +58,7 @@ class AdapterLoader:
         self._planned = lru_cache(MAX_PLANS)(self._packing)
 
     def load(self, ref: AdapterRef, *, is_paced: bool = True) -> HostImage:
-        """Read and pack one adapter, with pauses if it is paced; the caller adds the image to the host images.
+        """Read and pack one adapter, with pauses if it is paced. The caller adds the image to the host images.
 
         Raises:
             AdapterUnavailableError: The blob is missing or corrupt.
@@ -75,7 +75,7 @@ class AdapterLoader:
                 raise
             return self._load(
                 ref, pause
-            )  # a store that keeps copies has dropped a corrupt one by now
+            )  # a store that keeps copies has dropped a corrupt copy by now
 
     def _load(self, ref: AdapterRef, pause: Callable[[], None]) -> HostImage:
         slab_pages: Sequence[int] | None = None
@@ -85,7 +85,7 @@ class AdapterLoader:
                 try:
                     packing = self._planned(json.dumps(ref.config.canonical()), header, blob.size)
                 except (AdapterFormatError, AdapterIncompatibleError):
-                    blob.verify()  # what was accepted once is refused only where it has changed
+                    blob.verify()  # a blob that was accepted before is refused only if it has changed
                     raise
                 slab_pages = self.images.reserve(packing.layout.num_pages)
                 pages = self._pack(packing, blob, slab_pages, pause)
@@ -135,7 +135,7 @@ class AdapterLoader:
         return pages
 
     def _packing(self, canonical_config: str, header: bytes, file_size: int) -> Packing:
-        """What follows from an adapter's config and header; shared by all adapters that have the same."""
+        """Plan that follows from an adapter's config and header. Adapters with equal ones share it."""
         spec = LoraSpec.from_canonical(json.loads(canonical_config))
         checkpoint = check_weights(spec, header, file_size, self.base, self.pause)
         if checkpoint.largest_rank > self.max_rank:
@@ -148,6 +148,6 @@ class AdapterLoader:
         if layout.num_pages > self.max_pages:
             raise NeverFitsError(
                 f"The adapter needs {layout.num_pages} pages; at most {self.max_pages} are there for one adapter, "
-                "because the pool must also hold a block of KV cache. Give the server a larger memory.gib.",
+                "because the pool must also hold a block of KV cache. Set memory.gib to more.",
             )
         return Packing(checkpoint, layout, self.base, self.geometry)

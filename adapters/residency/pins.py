@@ -1,7 +1,7 @@
-"""Which adapters are pinned to the device, and which of these may be kept there.
+"""Adapters that are pinned to the device, and the choice of those that are kept there.
 
-Pins keep at most a share of the slots and pages, so one tenant's pins cannot keep all others out. Adapters pinned
-first have precedence.
+Pins keep at most a share of the slots and pages, so one tenant's pins cannot keep all others out. Adapters that were
+pinned first have precedence.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from itertools import islice
 
 from manylora.adapters.ref import AdapterRef
-from manylora.adapters.residency.entry import Entries, Entry
+from manylora.adapters.residency.entry import AdapterEntries, AdapterEntry
 
 PIN_DIVISOR = 2
-"""Pinned adapters may keep 1 / PIN_DIVISOR of the slots, and of the pages of the pool."""
+"""Pinned adapters may keep 1 / PIN_DIVISOR of the slots and of the pool's pages."""
 LOOK_AHEAD = 64
-"""Pinned adapters that are looked at, at a time, for one to bring in."""
+"""Number of pinned adapters among which one to bring is chosen at a time."""
 
 
 class Pins:
     """Pinned adapters in the order of pinning.
 
     Args:
-        slots: Adapter slots there are.
+        slots: Number of adapter slots.
         num_pages: Pages of the pool.
     """
 
@@ -32,9 +32,9 @@ class Pins:
         self._pinned: dict[str, AdapterRef] = {}
         self._failed: set[str] = set()
         self._absent: set[str] = set()
-        """Neither on the device nor on their way, and can be loaded."""
+        """Pinned adapters that are neither on the device nor on their way, and can be loaded."""
         self._missing: list[AdapterRef] | None = None
-        """The first of these, while none has come or gone."""
+        """First absent adapters in the order of pinning; None after a change."""
         self._num_kept = 0
         self._kept_pages = 0
 
@@ -42,11 +42,11 @@ class Pins:
         return digest in self._pinned
 
     def add(self, ref: AdapterRef, *, is_here: bool) -> None:
-        """Pin an adapter; if its load failed before, it is tried again.
+        """Pin an adapter. A load that failed before is tried again.
 
         Args:
             ref: The adapter.
-            is_here: Whether it is on the device or on its way.
+            is_here: True if it is on the device or on its way.
         """
         self._pinned.setdefault(ref.digest, ref)
         self._failed.discard(ref.digest)
@@ -72,17 +72,17 @@ class Pins:
             self._missing = None
 
     def note_load(self, digest: str, succeeded: bool) -> None:
-        """Remember that a pinned adapter cannot be loaded, or can: one that cannot is not brought in for its pin."""
+        """Remember if a pinned adapter can be loaded. If not, it is not brought in for its pin."""
         if succeeded or digest not in self._pinned:
             self._failed.discard(digest)
         else:
             self._failed.add(digest)
 
-    def apply(self, entries: Entries) -> list[Entry]:
+    def apply(self, entries: AdapterEntries) -> list[AdapterEntry]:
         """Decide which pinned adapters on the device are kept.
 
         Returns:
-            Those for which that has changed.
+            Entries whose decision has changed.
         """
         self._num_kept = self._kept_pages = 0
         changed = []
@@ -95,12 +95,13 @@ class Pins:
                 self._num_kept += 1
                 self._kept_pages += entry.num_pages
             if entry.is_kept != is_kept or entry.evict_last == is_kept:
-                entry.is_kept, entry.evict_last = is_kept, not is_kept
+                entry.is_kept = is_kept
+                entry.evict_last = not is_kept
                 changed.append(entry)
         return changed
 
     def has_share(self, num_pages: int) -> bool:
-        """Whether one more adapter of `num_pages` pages would be kept beside those that are kept now."""
+        """True if one more adapter of `num_pages` pages could be kept beside those that are kept now."""
         return self._num_kept < self._max_kept and self._kept_pages + num_pages <= self._max_pages
 
     def missing(self) -> Sequence[AdapterRef]:

@@ -1,13 +1,13 @@
-"""Which adapters are on the device, in host memory, or on their way; their slots, pages and references.
+"""Places of the adapters: on the device, in host memory, or on their way; their slots, pages and references.
 
-Loader threads read blobs and pack images, another thread copies pages to the device. Whatever the engine can see
+Loader threads read blobs and pack images, another thread copies pages to the device. State that the engine can see
 changes only in calls from the engine's thread, mostly in `tick`. Knows digests, never names, tenants or requests.
 
     QUEUED --load--> LOADING --image--> PLACING --pages and slot--> COPYING --table row--> DEVICE --evict--> host
 
-An adapter is idle on the device when no request runs with it and none that waits holds it. Idle adapters are offered to
-the evictor, but for those that a pin keeps. A request that waits has a hold, never pages of its own. Keys and values
-computed with an adapter leave the prefix cache with it.
+An adapter on the device is idle if no request runs with it and no waiting request holds it. Idle adapters are offered
+to the evictor, except those that a pin keeps. A waiting request has a hold, never pages of its own. Keys and values
+that were computed with an adapter leave the prefix cache with it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Literal
 from manylora.adapters.lora.tables import AdapterTables
 from manylora.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
 from manylora.adapters.residency.entry import (
-    Entries,
-    Entry,
+    AdapterEntries,
+    AdapterEntry,
     KnownAdapters,
     LoadFailure,
     LoadTimes,
@@ -44,22 +44,22 @@ from manylora.memory.prefix_cache import PrefixCache
 logger = logging.getLogger(__name__)
 
 HOLD_DIVISOR = 4
-"""Adapters that only wait for requests may have 1 / HOLD_DIVISOR of the pages of the pool; one adapter always may."""
+"""Adapters that only wait for requests may have 1 / HOLD_DIVISOR of the pool's pages. One adapter always may."""
 MAX_UNDER_WAY = 16
-"""Adapters from the store that are being loaded or have an image and no pages yet, and as many from host memory: it
-bounds the host memory that this takes. They are counted apart, for a copy need not wait behind loads."""
+"""Largest number of adapters from the store that are loading or have an image but no pages yet. It bounds their host
+memory. Adapters from host memory have an equal number of their own, so that no copy waits behind loads."""
 NUM_LOADS = 256
-"""Loads that count for how long loads take, those from the store and from host memory apart."""
+"""Number of last loads that count for `load_p95_s`, for the store and for host memory each."""
 MAX_KNOWN = 1 << 16
-"""Adapters whose size and uses are remembered after they left memory."""
+"""Number of adapters whose size and uses are remembered after they left memory."""
 
 
 @dataclass(eq=False, repr=False)
 class Residency:
-    """The adapters' places, driven by the engine's thread. All methods are called from that thread."""
+    """Places of the adapters. All methods are called from the engine's thread."""
 
     loader: AdapterLoader
-    """Makes page images from what is stored."""
+    """Makes page images of stored adapters."""
     copier: PageCopier
     """Copies page images to the device."""
     pool: PagePool
@@ -67,18 +67,18 @@ class Residency:
     images: HostImages
     """Page images in host memory."""
     tables: AdapterTables
-    """Where kernels find the weights."""
+    """Places of the weights, for the kernels."""
     evictor: Evictor
     """Makes room; idle adapters are offered to it."""
     costs: PageCosts
-    """What it takes to have an adapter again."""
+    """Times to bring an adapter back."""
     _: KW_ONLY
     load_queue: LoadQueue
-    """Runs loads, and tells when `tick` has something to take in; closed by `close`."""
+    """Runs loads, and tells when `tick` has something to do. `close` closes it."""
     copy_queue: LoadQueue
-    """The same for copies, beside the loads, so that none waits behind a load."""
+    """Runs copies beside the loads, so that no copy waits behind a load. `close` closes it."""
     prefixes: PrefixCache
-    """Cached KV, which goes with the adapter it was computed with; its `on_group_change` is taken."""
+    """Cached KV, which goes with its adapter. The residency sets its `on_group_change`."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
 
@@ -87,39 +87,39 @@ class Residency:
         self.slots = AdapterSlots(self.tables.slots)
         self._pins = Pins(self.tables.slots, self.pool.capacity)
         self.known = KnownAdapters(MAX_KNOWN)
-        self.entries = Entries()
+        self.entries = AdapterEntries()
         self._copied_pages = 0
-        """Copied by the engine's thread since the last tick."""
+        """Pages that the engine's thread copied since the last tick."""
         self._failures: list[LoadFailure] = []
-        """Returned by the next tick."""
+        """Failures that the next tick returns."""
         self.loads: Counter[str] = Counter()
         """Loads since start by `from>to:result`, for example `stored>device:ok` or `host>device:failed`."""
         self._load_times: dict[str, LoadTimes] = {}
         self.load_seconds = 0.0
-        """From the first hold to the device, summed over all loads."""
+        """Sum of all load times, each from the first hold to the device."""
         self.reserve_pages = 0
-        """Pages, free or evictable, that an adapter leaves to running requests when it is given its place."""
+        """Free or evictable pages that are left to running requests when an adapter gets its pages."""
 
     @property
     def load_p95_s(self) -> dict[str, float]:
-        """Seconds that 95 % of the last 256 loads took at most, by `from>to`; only what was loaded so far."""
+        """95th percentile of the last 256 load times in seconds, by `from>to` of loads that occurred."""
         return {
             path: times.p95_s for path, times in self._load_times.items() if times.p95_s is not None
         }
 
     @property
     def is_copying(self) -> bool:
-        """Whether an adapter is being copied to the device: its pages cannot be used or freed yet."""
+        """True while an adapter is being copied to the device: its pages cannot be used or freed yet."""
         return bool(self.entries.by_stage[Stage.COPYING])
 
     @property
     def lacks_slot(self) -> bool:
-        """Whether no slot is free, cools down, or belongs to an adapter that can go."""
+        """True if no slot is free, cooling down, or owned by an adapter that can go."""
         on_device = self.entries.by_stage[Stage.DEVICE].values()
         return self.slots.all_taken and not any(entry in self.evictor for entry in on_device)
 
     def state(self, digest: str) -> AdapterTier:
-        """The nearest memory that has the adapter now."""
+        """Nearest memory that has the adapter now."""
         entry = self.entries.get(digest)
         if entry is not None and entry.stage is Stage.DEVICE:
             return "device"
@@ -130,7 +130,7 @@ class Residency:
         )
 
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
-        """Why a held adapter is not on the device: it is on its way, or pages or a slot are lacking."""
+        """Reason why a held adapter is not on the device: it is on its way, or it lacks pages or a slot."""
         entry = self.entries.get(digest)
         return (
             "LOADING"
@@ -142,11 +142,11 @@ class Residency:
         """Pages of the adapter on the device; None before it was first loaded."""
         entry = self.entries.get(
             ref.digest
-        )  # a deleted adapter is not known any more, but may still be in use
+        )  # a deleted adapter is forgotten, but may still be in use
         return self.known.get(ref.digest).num_pages if entry is None else entry.known.num_pages
 
     def hold(self, ref: AdapterRef) -> None:
-        """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""
+        """Take a hold on an adapter for a waiting request, and start to bring it to the device if it is not there."""
         entry = self.entries.get(ref.digest) or self._enter(ref)
         entry.is_forgotten = False
         self.entries.set_holds(entry, entry.holds + 1)
@@ -160,26 +160,27 @@ class Residency:
     def warm(self, ref: AdapterRef) -> None:
         """Bring an adapter to host memory, and to the device if it has room beside what is in use.
 
-        Requests will come for it, but nothing keeps it there. Its load does not give way to steps: it is a single one.
+        Requests for it are expected, but nothing keeps it there. Its load does not give way to steps, because it is
+        only one load.
         """
         if ref.digest not in self.entries:
-            self._start(self._enter(ref, comes_unasked=True), is_paced=False)
+            self._start(self._enter(ref, is_unrequested=True), is_paced=False)
 
     def release_hold(self, digest: str) -> None:
-        """Drop one hold. Nothing happens without one: it may have gone with a failed load."""
+        """Drop one hold. Does nothing if there is none, because a failed load drops all holds."""
         entry = self.entries.get(digest)
         if entry is not None and entry.holds > 0:
             self.entries.set_holds(entry, entry.holds - 1)
             self._settle(entry)
 
     def expect(self, digests: Sequence[str]) -> None:
-        """Say which of the held adapters are needed first: they are loaded and get pages in this order.
+        """Set the order in which held adapters are loaded and get pages.
 
-        Others come after them, as does what is held later, until the next call. Costs next to nothing while no
-        adapter is on its way.
+        Until the next call, all other adapters come after these, also those that are held later. The call costs almost
+        nothing while no adapter is on its way.
 
         Args:
-            digests: Adapters of waiting requests, of the one that is served first at the beginning; may repeat.
+            digests: Adapters of waiting requests, in the order in which these are served; may repeat.
         """
         coming = self.entries.coming()
         for entry in coming:
@@ -201,7 +202,7 @@ class Residency:
                 entry.job.turn = entry.turn
 
     def acquire(self, digest: str) -> SlotLease | None:
-        """Take a running reference, or None while the adapter is not on the device."""
+        """Take a running reference; None while the adapter is not on the device."""
         entry = self.entries.on_device(digest)
         if entry is None:
             return None
@@ -211,14 +212,14 @@ class Residency:
         return entry.lease
 
     def release(self, digest: str, last_step: int = 0) -> None:
-        """Give a running reference back, after the cached blocks that were held beside it.
+        """Give a running reference back. The cached blocks that were held with it must be released before.
 
         Args:
             digest: The adapter.
-            last_step: The last step that may have read its pages; 0 when there was none, which is no use of it.
+            last_step: The last step that may have read its pages. 0 means that no step did, which counts as no use.
 
         Raises:
-            EngineError: There is none.
+            EngineError: There is no running reference.
         """
         entry = self.entries.get(digest)
         if entry is None or entry.running == 0:
@@ -228,13 +229,13 @@ class Residency:
         if last_step:
             entry.last_step = max(entry.last_step, last_step)
             entry.known.num_runs += 1
-            # Its arrival was counted for the first that runs with it, but this is when it was used last.
+            # Its arrival was counted for the first request that ran with it; this notes only the time of the last use.
             self.evictor.used(entry, weight=0.0 if entry.is_counted else 1.0)
             entry.is_counted = False
         self._settle(entry)
 
     def pin(self, ref: AdapterRef, pinned: bool) -> None:
-        """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
+        """Pin or unpin an adapter. A pinned one is brought to the device and stays there, within the share of pins."""
         if pinned:
             self._pins.add(ref, is_here=ref.digest in self.entries)
         else:
@@ -242,7 +243,7 @@ class Residency:
         self._apply_pins()
 
     def forget(self, digest: str) -> None:
-        """Drop a deleted adapter: at once if it is not in use, otherwise when its last request is done."""
+        """Drop a deleted adapter: at once if it is not in use, otherwise when its last request ends."""
         self._unpin(digest)
         self._apply_pins()
         self.known.forget(digest)
@@ -253,16 +254,16 @@ class Residency:
             self._settle(entry)
 
     def tick(self, step: int) -> list[LoadFailure]:
-        """Take in what other threads did, and give pages to adapters that wait for them.
+        """Take the results of other threads, and give pages to adapters that wait for them.
 
         Args:
-            step: The last completed step.
+            step: The last complete step.
 
         Returns:
-            Adapters that could not be loaded, with their holds gone; a later `hold` tries again.
+            Adapters that could not be loaded. Their holds are gone; a later `hold` tries again.
 
         Raises:
-            Exception: What a load or a copy raised because the device is lost; see `is_device_lost`.
+            Exception: A load or a copy failed because the device is lost; see `is_device_lost`.
         """
         self.pool.complete(step)
         self.slots.complete(self.pool.completed_step)
@@ -277,9 +278,9 @@ class Residency:
         self._start_queued()
         self._bring_pinned()
         failures, self._failures = self._failures, []
-        for (
-            failure
-        ) in failures:  # of a copy since the last tick: the adapter may be held again by now
+        for failure in (
+            failures
+        ):  # a copy may have failed since the last tick, and the adapter may be held again
             held_again = self.entries.get(failure.digest)
             if held_again is not None:
                 self.entries.set_holds(held_again, 0)
@@ -287,7 +288,7 @@ class Residency:
         return failures
 
     def residents(self) -> list[ResidentAdapter]:
-        """Adapters in memory or on their way there, those of the device first."""
+        """Adapters in memory or on their way there, those on the device first."""
         pages = self.images.page_counts()
         entries = sorted(self.entries.values(), key=lambda entry: entry.stage is not Stage.DEVICE)
         started = [entry.ref.digest for entry in entries if entry.stage is not Stage.QUEUED]
@@ -313,10 +314,10 @@ class Residency:
         )
 
     def check(self, num_swap_pages: int = 0) -> None:
-        """Verify that pages, slots and host pages are those of the adapters.
+        """Verify that the adapters own the pages, slots and host pages that are in use.
 
         Args:
-            num_swap_pages: Host pages that hold the KV cache of preempted requests.
+            num_swap_pages: Host pages with KV cache of preempted requests.
 
         Raises:
             PageAccountingError: Pages or slots were lost or doubled, or the evictor is offered other adapters than
@@ -340,11 +341,11 @@ class Residency:
                 or entry.holds < 0
             ):
                 raise PageAccountingError(
-                    f"adapter {entry.ref.digest} cannot be {entry.stage.name} with what it has"
+                    f"adapter {entry.ref.digest} has other pages, slot or image than the stage {entry.stage.name} needs"
                 )
             if (entry in self.evictor) != (entry.is_idle and not entry.is_kept):
                 raise PageAccountingError(
-                    f"adapter {entry.ref.digest} is in use and can be evicted, or neither"
+                    f"adapter {entry.ref.digest} is both in use and evictable, or neither"
                 )
         if (
             stray := self.prefixes.groups().keys()
@@ -352,11 +353,11 @@ class Residency:
             - {None}
         ):
             raise PageAccountingError(
-                f"adapters have cached blocks and are not on the device: {stray}"
+                f"adapters that are not on the device have cached blocks: {stray}"
             )
 
-    def reload_cost(self, entry: Entry) -> tuple[float, int]:
-        """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
+    def reload_cost(self, entry: AdapterEntry) -> tuple[float, int]:
+        """Seconds to bring an adapter and its cached KV back, and the pages of both."""
         page_s = (
             self.costs.copy_s
             if entry.ref.digest in self.images
@@ -365,10 +366,10 @@ class Residency:
         group_s, group_pages = self.prefixes.group_reload_cost(entry.ref.digest)
         return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
 
-    def evict(self, entry: Entry) -> None:
-        """Take an adapter off the device, or stop bringing it: the one place where an entry ends.
+    def evict(self, entry: AdapterEntry) -> None:
+        """Take an adapter off the device, or stop bringing it. An entry ends nowhere else.
 
-        Pages, slot, image and the KV that was cached with it are freed. The evictor calls this by `Entry.evict`.
+        Its pages, slot, image and cached KV are freed. The evictor calls this by `AdapterEntry.evict`.
         """
         if entry.stage is Stage.DEVICE:
             self.prefixes.evict_group(entry.ref.digest)
@@ -382,19 +383,19 @@ class Residency:
             self.slots.free(entry.slot, entry.last_step)
 
     def close(self) -> None:
-        """Drop work that waits, and return when what runs is done."""
+        """Drop waiting work, and return when running work is done."""
         self.load_queue.close()
         self.copy_queue.close()
 
-    def _enter(self, ref: AdapterRef, *, comes_unasked: bool = False) -> Entry:
+    def _enter(self, ref: AdapterRef, *, is_unrequested: bool = False) -> AdapterEntry:
         known = self.known[ref.digest]
-        entry = Entry(
+        entry = AdapterEntry(
             ref=ref,
             known=known,
             uses=known.uses,
             entered_s=self.clock(),
             residency=self,
-            comes_unasked=comes_unasked,
+            is_unrequested=is_unrequested,
         )
         self.entries.add(entry)
         self._pins.entered(ref.digest)
@@ -412,7 +413,7 @@ class Residency:
                 num_under_way[origin] += 1
                 self._start(entry)
 
-    def _start(self, entry: Entry, *, is_paced: bool = True) -> None:
+    def _start(self, entry: AdapterEntry, *, is_paced: bool = True) -> None:
         ref = entry.ref
         entry.image = self.images.hold(ref.digest)
         if entry.image is not None:
@@ -433,7 +434,7 @@ class Residency:
         self.load_queue.submit(entry.job)
 
     def _bring_pinned(self) -> None:
-        """Bring one pinned adapter at a time, as long as no held adapter lacks room or a loader."""
+        """Bring one pinned adapter at a time, while no held adapter lacks room or a loader."""
         placing = list(self.entries.by_stage[Stage.PLACING].values())
         missing = self._pins.missing()
         if not placing and not missing:
@@ -447,14 +448,14 @@ class Residency:
             if entry.stage is Stage.PLACING:
                 self.evict(
                     entry
-                )  # its image is in the slab, if that has room; later it is tried again
-        if has_room and not any(entry.comes_unasked for entry in self.entries.coming()):
+                )  # its image stays in the slab, if there is room; it is tried again later
+        if has_room and not any(entry.is_unrequested for entry in self.entries.coming()):
             ref = next(
                 (ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)),
                 None,
             )
             if ref is not None:
-                self._start(self._enter(ref, comes_unasked=True))
+                self._start(self._enter(ref, is_unrequested=True))
 
     def _take_in(self, job: LoadJob) -> None:
         if job.device_error is not None:
@@ -473,7 +474,7 @@ class Residency:
             self._arrive(entry, job.image)
         self._settle(entry)
 
-    def _fail(self, entry: Entry, error: ManyloraError | None) -> None:
+    def _fail(self, entry: AdapterEntry, error: ManyloraError | None) -> None:
         self.loads[f"{entry.origin}>device:failed"] += 1
         self._pins.note_load(entry.ref.digest, succeeded=False)
         was_held = entry.holds > 0
@@ -484,8 +485,8 @@ class Residency:
         elif error is not None:
             self._failures.append(LoadFailure(entry.ref.digest, error))
 
-    def _place(self, entry: Entry) -> None:
-        """Start the copy to the device if there is room for all of it."""
+    def _place(self, entry: AdapterEntry) -> None:
+        """Start the copy to the device if there is room for the whole adapter."""
         image = entry.image
         if image is None or (entry.holds and not self._may_hold(len(image.pages))):
             return
@@ -498,8 +499,9 @@ class Residency:
             else None
         )
         if pages is None:
-            raise PageAccountingError("room that was made for an adapter is not there")
-        entry.pages, entry.lease = pages, lease
+            raise PageAccountingError("the pages that were freed for an adapter are not free")
+        entry.pages = pages
+        entry.lease = lease
         self.entries.advance(entry, Stage.COPYING)
         self.entries.count_held(entry)
         is_small = self._copied_pages + len(pages) <= self.copier.pages_at_once
@@ -520,7 +522,7 @@ class Residency:
         else:
             self.copy_queue.submit(entry.job)
 
-    def _arrive(self, entry: Entry, image: HostImage) -> None:
+    def _arrive(self, entry: AdapterEntry, image: HostImage) -> None:
         self.tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
         self.entries.advance(entry, Stage.DEVICE)
         entry.image = None
@@ -537,12 +539,12 @@ class Residency:
             self._apply_pins()
 
     def _may_hold(self, num_pages: int) -> bool:
-        """Whether an adapter of `num_pages` pages may join those that only wait for their requests."""
+        """True if an adapter of `num_pages` pages may join those that only wait for their requests."""
         held_pages = self.entries.held_pages
         return held_pages == 0 or held_pages + num_pages <= self.pool.capacity // HOLD_DIVISOR
 
     def _has_room_for_pin(self, num_pages: int) -> bool:
-        """Whether a pin would keep an adapter of `num_pages` pages, and it has room beside what is in use."""
+        """True if a pin may keep an adapter of `num_pages` pages, and it has room beside everything that is in use."""
         return (
             self._pins.has_share(num_pages)
             and self.evictor.num_available - num_pages >= self.reserve_pages
@@ -550,7 +552,7 @@ class Residency:
         )
 
     def _make_room(self, num_pages: int) -> bool:
-        """Have pages and a slot free for one adapter; nothing is evicted where that would not do."""
+        """Get pages and a slot free for one adapter. If eviction cannot free enough, nothing is evicted."""
         if self.evictor.num_available - num_pages < self.reserve_pages:
             return False
         self.slots.complete(self.pool.completed_step)
@@ -560,11 +562,11 @@ class Residency:
         return victim is not None and self.evictor.make_room(num_pages, victim)
 
     def _slot_victim(self) -> Evictable | None:
-        """The adapter that goes first where only a slot is lacking."""
+        """The adapter that goes first if only a slot is lacking."""
         return self.evictor.first(self.entries.by_stage[Stage.DEVICE].values())
 
     def _rescore(self, digest: str) -> None:
-        """Offer an adapter again, if it is offered: the cost to load it again has changed."""
+        """Renew the offer of an adapter, if there is one: its reload cost has changed."""
         entry = self.entries.get(digest)
         if entry is not None and entry in self.evictor:
             self.evictor.offer(entry)
@@ -577,11 +579,11 @@ class Residency:
         self._pins.discard(digest)
         entry = self.entries.get(digest)
         if entry is not None:
-            entry.is_kept = entry.evict_last = entry.comes_unasked = False
+            entry.is_kept = entry.evict_last = entry.is_unrequested = False
             self._settle(entry)
 
-    def _settle(self, entry: Entry) -> None:
-        """Free what an adapter has and no request or pin needs."""
+    def _settle(self, entry: AdapterEntry) -> None:
+        """Free everything of an adapter that no request and no pin needs."""
         if entry.holds or entry.running:
             return
         if entry.stage is Stage.DEVICE:
@@ -591,7 +593,7 @@ class Residency:
                 self.evictor.withdraw(entry)
             else:
                 self.evictor.offer(entry)
-        elif entry.comes_unasked:
+        elif entry.is_unrequested:
             return
         elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
             entry.stage is Stage.LOADING

@@ -1,4 +1,4 @@
-"""The adapter slots, which are rows of the adapter tables: the adapter in each, and how often it was reused."""
+"""Adapter slots, which are rows of the adapter tables: the adapter in each, and its generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manylora.memory.pool import PagePool
 
 
 class SlotLease(NamedTuple):
-    """An adapter slot as of one generation."""
+    """An adapter slot in one generation."""
 
     slot: int
     generation: int
@@ -18,15 +18,15 @@ class SlotLease(NamedTuple):
 
 
 class AdapterSlots:
-    """Hands out adapter slots; each time a slot is taken its generation goes up.
+    """Hands out adapter slots. Each time a slot is taken, its generation goes up.
 
     Args:
-        count: Slots.
+        count: Number of slots.
     """
 
     def __init__(self, count: int) -> None:
         self._pool = PagePool(count, first_page=0)
-        """Slots are handed out, and wait for the end of steps, as pages do."""
+        """Pool of the slots, which are handed out and quarantined like pages."""
         self.complete = self._pool.complete
         """Note that all steps up to one are complete."""
         self._generations = [0] * count
@@ -39,11 +39,11 @@ class AdapterSlots:
 
     @property
     def all_taken(self) -> bool:
-        """Whether there is none that can be taken now, or as soon as a step is complete."""
+        """True if no slot can be taken now or once a step is complete."""
         return not self._pool.num_free and not self._pool.num_quarantined
 
     def take(self, digest: str) -> SlotLease | None:
-        """Take a slot for an adapter, or None."""
+        """Take a slot for an adapter; None if none is free."""
         slots = self._pool.allocate(1, "adapter")
         if slots is None:
             return None

@@ -79,8 +79,11 @@ class KernelBench:
         kv_dtype: KvDtype = "auto",
         kernels: Kernels | None = None,
     ) -> None:
-        self.model, self.device, self.num_layers = model, device, model.num_layers
-        self.base, self.geometry = model.base(), model.geometry(kv_dtype=kv_dtype)
+        self.model = model
+        self.device = device
+        self.num_layers = model.num_layers
+        self.base = model.base()
+        self.geometry = model.geometry(kv_dtype=kv_dtype)
         self.kernels = kernels or kernels_for(device, DTYPE)
         self.arena = Arena(self.geometry, num_pages, device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
@@ -128,8 +131,10 @@ class KernelBench:
 
     def small(self, rows: int) -> list[Work]:
         """Operations that only pass over activations."""
-        model, kernels = self.model, self.kernels
-        x, residual = self._random(rows, model.hidden), self._random(rows, model.hidden)
+        model = self.model
+        kernels = self.kernels
+        x = self._random(rows, model.hidden)
+        residual = self._random(rows, model.hidden)
         weight = torch.ones(model.hidden, dtype=DTYPE, device=self.device)
         gate_up = self._random(rows, 2 * model.intermediate)
         return [
@@ -170,7 +175,9 @@ class KernelBench:
 
         Their keys and values are in `pages`, which are those from the second on if none are given.
         """
-        model, geometry, blocks = self.model, self.geometry, self.geometry.blocks(context)
+        model = self.model
+        geometry = self.geometry
+        blocks = self.geometry.blocks(context)
         # Where the requests need more pages than there are, they share some: reading them costs the same on a CPU.
         pages = pages or [
             1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)
@@ -179,9 +186,11 @@ class KernelBench:
         lengths = [query] * rows, [context] * rows
         batch = AttentionBatch.build(tables, *lengths, self.device, geometry.page_tokens)
         q = self.queries(rows * query) if q is None else q
-        vector_bytes, stored = geometry.head_dim * geometry.dtype_bytes, ""
+        vector_bytes = geometry.head_dim * geometry.dtype_bytes
+        stored = ""
         if geometry.is_kv_int8:
-            vector_bytes, stored = geometry.head_dim + SCALE_BYTES, " of int8"
+            vector_bytes = geometry.head_dim + SCALE_BYTES
+            stored = " of int8"
         kv_bytes = rows * context * vector_bytes * 2 * model.num_kv_heads
         layers = [self._kv(layer) for layer in range(self.num_layers)]
 

@@ -30,7 +30,8 @@ class OwnEngine:
     """
 
     def __init__(self, parts: EngineParts, loaded: threading.Event, config: Config) -> None:
-        self.parts, self.core = parts, parts.core
+        self.parts = parts
+        self.core = parts.core
         self.blob_dir = config.blob_dir
         self.outputs: list[RequestOutput] = []
         """Outputs of the last call of the core."""
@@ -68,7 +69,8 @@ class OwnEngine:
         if self._is_blocked:
             self._loaded.wait(_BLOCKED_WAIT_S)
         self._loaded.clear()
-        num_steps, start_s = self.core.num_steps, time.perf_counter()
+        num_steps = self.core.num_steps
+        start_s = time.perf_counter()
         self.outputs = self.core.pump()
         seconds = time.perf_counter() - start_s
         for output in self.outputs:

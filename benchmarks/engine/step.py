@@ -75,7 +75,8 @@ class LinearPass:
     """
 
     def __init__(self, weights: WeightFormat = "bf16") -> None:
-        hidden, inner = QWEN.hidden, QWEN.intermediate
+        hidden = QWEN.hidden
+        inner = QWEN.intermediate
         qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
         shapes = [
             (qkv, hidden),
@@ -191,9 +192,11 @@ class Contender:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all cases in all formats of weights."""
     base, adapters = make_checkpoints(options.cache)
-    max_rows, found = max([1, *options.rows]), dict[str, dict[str, Any]]()
+    max_rows = max([1, *options.rows])
+    found = dict[str, dict[str, Any]]()
     with timed_parts() as clock, ExitStack() as stack:
-        contenders, floors = {}, dict[WeightFormat, LinearPass]()
+        contenders = {}
+        floors = dict[WeightFormat, LinearPass]()
         for name in options.weights:
             weights, kv_dtype = FORMATS[name]
             opened = step_engine(
@@ -260,7 +263,8 @@ def figures(
     step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]
 ) -> dict[str, Any]:
     """Medians, their ratio, and the mean time of each part of a step."""
-    step, floor = statistics.median(step_s), statistics.median(floor_s)
+    step = statistics.median(step_s)
+    floor = statistics.median(floor_s)
     return {
         "step_ms": step * 1e3,
         "floor_ms": floor * 1e3,

@@ -49,12 +49,11 @@ def store_adapters(
         folders: With the checkpoints.
         count: Adapters, each with a digest of its own.
     """
-    blobs, stored = LocalBlobs(blob_dir), []
+    blobs = LocalBlobs(blob_dir)
+    stored = []
     for folder in folders[:count]:
-        config, weights = (
-            (folder / "adapter_config.json").read_bytes(),
-            folder / "adapter_model.safetensors",
-        )
+        config = (folder / "adapter_config.json").read_bytes()
+        weights = folder / "adapter_model.safetensors"
         spec = read_checkpoint(config, weights, ready.base, ready.max_rank, scan_values=False).spec
         stored.append((folder.name, spec, store_blob(blobs, weights.read_bytes())))
     return [

@@ -33,7 +33,9 @@ SPREAD = 2.0
 
 def cases(setup: Setup) -> Cases:
     """The demo, then each operation."""
-    context, query, ranks = setup.sized(777, 40), setup.sized(200, 20), RANKS[: setup.sized(4, 2)]
+    context = setup.sized(777, 40)
+    query = setup.sized(200, 20)
+    ranks = RANKS[: setup.sized(4, 2)]
     makes: dict[str, Callable[[KernelBench], Work | list[Work]]] = {
         "decode attention": lambda bench: bench.attention(ROWS, context, q=_queries(bench, ROWS)),
         "prompt attention": lambda bench: bench.attention(
@@ -90,7 +92,8 @@ def _demo(setup: Setup) -> Figures:
 @torch.inference_mode()
 def _compare(setup: Setup, make: Callable[[KernelBench], Work | list[Work]]) -> Figures:
     """The largest relative error of an operation in Triton, beside torch operators on a CPU over the same data."""
-    model, pages = replace(setup.model, num_layers=LAYERS), setup.sized(1024, 64)
+    model = replace(setup.model, num_layers=LAYERS)
+    pages = setup.sized(1024, 64)
     plain = KernelBench(model, torch.device("cpu"), pages, kernels=torch_kernels())
     ours = KernelBench(model, setup.device, pages, kernels=triton_kernels())
     plain.arena.elements.normal_(std=SPREAD)

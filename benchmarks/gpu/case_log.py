@@ -24,8 +24,12 @@ Cases = Mapping[str, Callable[[], Figures]]
 """Measurements by name, in the order of their worth."""
 UNFINISHED_CASE = "the process ended in this case"
 """The error of a case from its start to its end."""
-DONE, FAILED, UNFINISHED = 0, 1, 3
-"""Exit statuses: all cases are done; one failed or missed its goal; the time was up before the last one."""
+DONE = 0
+"""The exit status when all cases are done."""
+FAILED = 1
+"""The exit status when a case failed or missed its goal."""
+UNFINISHED = 3
+"""The exit status when the time was up before the last case."""
 
 
 class CaseLog:
@@ -37,7 +41,8 @@ class CaseLog:
     """
 
     def __init__(self, path: Path, about: Figures) -> None:
-        self._path, self._about = path, about
+        self._path = path
+        self._about = about
         self.found: dict[str, Figures] = {}
         """By the name of the case."""
         if path.exists():
@@ -58,7 +63,8 @@ class CaseLog:
         Returns:
             The exit status.
         """
-        end_s, longest_s = time.monotonic() + seconds, 0.0
+        end_s = time.monotonic() + seconds
+        longest_s = 0.0
         for name in [name for name in cases if name not in self.found]:
             start_s = time.monotonic()
             if start_s + longest_s > end_s:

@@ -126,7 +126,8 @@ class FirstLook:
         """Make a table of all cases, beside what was predicted of them."""
         rows = ["| verb | case | measured | predicted | ratio |", "|---|---|---|---|---|"]
         for piece in self.pieces:
-            found, reason = self.found(piece), self.failures.get(piece, "not run: no time was left")
+            found = self.found(piece)
+            reason = self.failures.get(piece, "not run: no time was left")
             for name in piece.names(self.cases[piece.verb]):
                 cells = row(piece.verb, name, found[name]) if name in found else [reason, "", ""]
                 rows.append("| " + " | ".join([piece.verb, name, *cells]).replace("\n", " ") + " |")
@@ -214,7 +215,8 @@ def row(verb: str, name: str, found: Figures) -> list[str]:
             "",
             "",
         ]
-    measured, unit = found["measured"], found.get("unit", "")
+    measured = found["measured"]
+    unit = found.get("unit", "")
     shown = f"{measured:,.4g} {unit}"
     if is_failure(found) and "goal" in found:
         shown += f", missed {found['goal']:,.4g}"

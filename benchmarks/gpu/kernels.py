@@ -42,7 +42,8 @@ Make = Callable[..., Work | list[Work]]
 
 def cases(setup: Setup) -> Cases:
     """Attention, sampling and small operations, LoRA, then the search for constants."""
-    long, found = setup.sized(1024, 64), dict[str, Callable[[], Figures]]()
+    long = setup.sized(1024, 64)
+    found = dict[str, Callable[[], Figures]]()
     for context, rows in itertools.product((long, 4 * long, 16 * long), (32, 1, 8, 64)):
         if rows * context <= MAX_TOKENS:
             name = f"attention, {rows} rows, context {context:,}"
@@ -80,7 +81,8 @@ def timed(setup: Setup, works: Sequence[Work]) -> dict[str, Any]:
     """Microseconds of operations beside their floors, all together and each."""
     parts = list[dict[str, Any]]()
     for work in works:
-        seconds, floor_s = call_s(work.run, setup.device), setup.machine.floor_s(work)
+        seconds = call_s(work.run, setup.device)
+        floor_s = setup.machine.floor_s(work)
         figures = {
             "measured": 1e6 * seconds,
             "floor": 1e6 * floor_s,
@@ -96,10 +98,8 @@ def timed(setup: Setup, works: Sequence[Work]) -> dict[str, Any]:
 def _lora(setup: Setup, ranks: tuple[int, ...]) -> Figures:
     """LoRA of 32 rows at the four sites of a layer. Each must give the same bits twice (K3) and reach its goal (K1)."""
     works = setup.bench.lora(ranks, 32)
-    found, is_ok = (
-        timed(setup, works),
-        all(torch.equal(result(work), result(work)) for work in works),
-    )
+    found = timed(setup, works)
+    is_ok = all(torch.equal(result(work), result(work)) for work in works)
     if setup.has_goals and (len(ranks) == 1 or sum(ranks) >= MANY_RANKS):
         goals = [
             1e6 * GOAL_SINGLE_S if len(ranks) == 1 else GOAL_LORA * part["floor"]
@@ -152,9 +152,12 @@ def _sweep(setup: Setup, make: Make, *arguments: object) -> Figures:
                 raise EngineError("the result differs")
         return sum(call_s(work.run, setup.device) for work in works)
 
-    before_s, chosen, tried = seconds(), dict[str, dict[str, int]](), dict[str, float | str]()
+    before_s = seconds()
+    chosen = dict[str, dict[str, int]]()
+    tried = dict[str, float | str]()
     for kernel, first in list(plans.asked.items()):
-        best, best_s = first, before_s
+        best = first
+        best_s = before_s
         for name, value in first.items():
             powers = [max(1, value // 4), max(1, value // 2), 2 * value, 4 * value]
             for other in range(1, 6) if name == "num_stages" else powers:
@@ -167,7 +170,8 @@ def _sweep(setup: Setup, make: Make, *arguments: object) -> Figures:
                     continue
                 tried[f"{kernel} {choice}"] = 1e6 * found_s
                 if found_s < LEAST_GAIN * best_s:
-                    best, best_s = choice, found_s
+                    best = choice
+                    best_s = found_s
         if best != first:
             chosen[kernel] = best
     path = setup.out / "plans.json"

@@ -59,7 +59,8 @@ def _scattered(setup: Setup, model: ModelShape) -> Figures:
     release(setup.device)
     free = torch.cuda.mem_get_info()[0] - RESERVED_BYTES if setup.device.type == "cuda" else 1 << 26
     bench = KernelBench(model, setup.device, free // model.geometry().page_bytes - 1)
-    rows, context = 32, setup.sized(1024, 32)
+    rows = 32
+    context = setup.sized(1024, 32)
     count = rows * bench.geometry.blocks(context)
     us_by_gib = {}
     for gib in (0, *SPANS_GIB):

@@ -23,7 +23,8 @@ NUM_ADAPTERS = 128
 """They have 19 GiB in the 8B shape, more than the pages of the engine."""
 NUM_RESIDENT = 16
 """Adapters of the phase without loads."""
-PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
+PROMPT_TOKENS = 128
+OUTPUT_TOKENS = 64
 PHASE_S = 60.0
 WARM_UP_S = 10.0
 LEAST_STEPS = 30
@@ -60,10 +61,15 @@ def _phases(setup: Setup) -> Figures:
 
 def phase(setup: Setup, refs: Sequence[AdapterRef], seconds: float) -> dict[str, Any]:
     """Keep a full batch of requests, each for a random adapter; returns steps in ms, loads, and tokens per second."""
-    engine, size, draw = setup.engine, setup.sized, random.Random(0)
-    live, ids = set[str](), map(str, itertools.count())
-    steps, tokens = list[float](), 0
-    loads_before, start_s = sum(engine.core.status().loads.values()), time.perf_counter()
+    engine = setup.engine
+    size = setup.sized
+    draw = random.Random(0)
+    live = set[str]()
+    ids = map(str, itertools.count())
+    steps = list[float]()
+    tokens = 0
+    loads_before = sum(engine.core.status().loads.values())
+    start_s = time.perf_counter()
     while time.perf_counter() - start_s < seconds or len(steps) < LEAST_STEPS:
         while (
             len(live) < MAX_RUNNING + MAX_RUNNING // 2

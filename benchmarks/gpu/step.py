@@ -55,15 +55,15 @@ def trace_cases(setup: Setup) -> Cases:
 def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> Figures:
     """A decode step. The goal of one with adapters is a multiple of the base's, which is measured with it (E1, E2)."""
     base_ms = _decode(setup, rows, 0)["measured"] if count else 0.0
-    context, steps, ranks = setup.sized(1024, 32), setup.sized(STEPS, 3), [RANK] * count
+    context = setup.sized(1024, 32)
+    steps = setup.sized(STEPS, 3)
+    ranks = [RANK] * count
     middle = context + steps // 2
     floor_s = floors.decode_floor_s(
         setup.model, setup.vocab_size, rows, middle, ranks, setup.machine
     )
-    prompts, refs = (
-        [draw_prompt(setup, context) for _ in range(rows)],
-        setup.adapters((RANK,), count),
-    )
+    prompts = [draw_prompt(setup, context) for _ in range(rows)]
+    refs = setup.adapters((RANK,), count)
     with decoding(setup, prompts, refs), CompileWatch() as watch:
         seconds = [setup.engine.pump() for _ in range(WARM_UP_STEPS + steps)][WARM_UP_STEPS:]
         work = device_work(setup, f"trace-{count}.json.gz" if has_trace else "")
@@ -84,11 +84,9 @@ def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> 
 def _prompt(setup: Setup, tokens: int, count: int) -> Figures:
     """A prompt. The goal of one with an adapter is a multiple of the base's, which is measured with it (E3)."""
     goal = {"goal": floors.GOAL_PROMPT * _prompt(setup, tokens, 0)["measured"]} if count else {}
-    prompt, refs, seconds = (
-        draw_prompt(setup, tokens),
-        setup.adapters((RANK,), count),
-        list[float](),
-    )
+    prompt = draw_prompt(setup, tokens)
+    refs = setup.adapters((RANK,), count)
+    seconds = list[float]()
     for _ in range(6):
         start_s = time.perf_counter()
         with decoding(setup, [prompt], refs):

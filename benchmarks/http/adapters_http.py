@@ -68,7 +68,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     arms = {str(count): measure_arm(options, count, is_tight=False) for count in options.counts}
     if options.tight:
         arms["tight"] = measure_arm(options, options.tight, is_tight=True)
-    table, goals = [], []
+    table = []
+    goals = []
     for (name, arm), span in itertools.product(arms.items(), MIN_RATIO):
         served, control = (arm["runs"][kind][span] for kind in ("served", "control"))
         ratio = arm["ratio"][span]["median"]

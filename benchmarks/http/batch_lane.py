@@ -46,10 +46,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "completed"
         ]
         ended = wait_for_batch(client, batch_id, "completed")
-    counts, seconds = (
-        ended["request_counts"],
-        max(1, ended["finalizing_at"] - ended["in_progress_at"]),
-    )
+    counts = ended["request_counts"]
+    seconds = max(1, ended["finalizing_at"] - ended["in_progress_at"])
     lines_per_s = counts["completed"] / seconds
     rates = {"lines_per_s": lines_per_s, "output_tokens_per_s": lines_per_s * options.line_tokens}
     loads = {"alone": _figures(alone), "beside": _figures(beside)}
@@ -107,7 +105,8 @@ def wait_for_batch(
 
 
 def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[dict[str, Any]]:
-    alone, beside = loads["alone"], loads["beside"]
+    alone = loads["alone"]
+    beside = loads["beside"]
     later = (beside["ttft_p95_ms"] - alone["ttft_p95_ms"]) / alone["tpot_p50_ms"]
     targets_ms = [
         float(setting.removeprefix(_TARGET)) for setting in settings if setting.startswith(_TARGET)

@@ -177,7 +177,8 @@ def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
     def num_steps() -> int:
         return sum(int(engine["num_steps"]) for engine in server.engines())
 
-    first, start_s = num_steps(), time.perf_counter()
+    first = num_steps()
+    start_s = time.perf_counter()
     time.sleep(options.seconds / TURNS)
     steps: float = (num_steps() - first) / max(1, options.replicas)
     return (time.perf_counter() - start_s) / max(1, steps)

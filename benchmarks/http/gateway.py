@@ -113,7 +113,8 @@ def cost(
     replies = uvloop.run(load(asked, key, options.streams, options.tokens))
     after = cpu_s(gateways), cpu_s(replicas)
     check_replies(replies)
-    num_tokens, start_s = options.streams * options.tokens, replies[0].due_s
+    num_tokens = options.streams * options.tokens
+    start_s = replies[0].due_s
     gateway_us, replicas_us = (
         1e6 * (end_s - begin_s) / num_tokens for begin_s, end_s in zip(before, after, strict=True)
     )

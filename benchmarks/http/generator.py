@@ -68,7 +68,9 @@ class Call:
         answer = _Answer(reply)
 
         def note_head(status: int, headers: dict[bytes, bytes]) -> None:
-            reply.status, reply.headers, reply.head_s = status, headers, time.perf_counter()
+            reply.status = status
+            reply.headers = headers
+            reply.head_s = time.perf_counter()
 
         try:
             async with asyncio.timeout(TIMEOUT_S):

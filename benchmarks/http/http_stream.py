@@ -128,12 +128,15 @@ class _Connection(asyncio.Protocol):
 
     async def ask(self, request: bytes, on_event: OnEvent, on_head: OnHead) -> None:
         """Send a request and wait for the end of its answer."""
-        self._on_event, self._on_head = on_event, on_head
+        self._on_event = on_event
+        self._on_head = on_head
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
         self._keeps_alive: bool | None = None
         self._end = asyncio.get_running_loop().create_future()
-        self.status, self.body, self.can_be_kept = 0, b"", False
+        self.status = 0
+        self.body = b""
+        self.can_be_kept = False
         self.transport.write(request)
         self.can_be_kept = await self._end
 

@@ -120,7 +120,8 @@ def vary_lengths(
     made: Generator, target: Target, options: argparse.Namespace, seed: int
 ) -> Iterator[Call]:
     """Make endless requests with answers of a half to three halves of --output-tokens."""
-    draw, length = random.Random(seed), options.output_tokens
+    draw = random.Random(seed)
+    length = options.output_tokens
     while True:
         output_tokens = draw.randint(length // 2, 3 * length // 2)
         yield made.call(target, options.input_tokens, output_tokens)
@@ -206,12 +207,14 @@ async def _visit(visit: Visit, due_s: float) -> None:
 
 async def _until_normal(quiet: Iterator[Call], normal_s: float) -> float:
     """Wait for three normal quiet TTFTs in a row; returns the time since which they are normal."""
-    since_s, in_row = time.perf_counter(), 0
+    since_s = time.perf_counter()
+    in_row = 0
     while in_row < 3:
         reply = await next(quiet).send([], time.perf_counter())
         in_row += 1
         if not reply.ttft_s <= normal_s:
-            since_s, in_row = time.perf_counter(), 0
+            since_s = time.perf_counter()
+            in_row = 0
         await asyncio.sleep(_POLL_S)
     return since_s
 
@@ -220,7 +223,8 @@ def phase_result(
     options: argparse.Namespace, phase: Phase, capacity: float, factor: float
 ) -> dict[str, Any]:
     """Compute the figures of one phase; the time of a refusal counts from its sending."""
-    visits, end_s = phase.visits, phase.start_s + options.seconds
+    visits = phase.visits
+    end_s = phase.start_s + options.seconds
     replies = [reply for visit in visits for reply in visit.tries]
     good = [reply for reply in replies if _is_good(options, reply)]
     refused = [reply for reply in replies if reply.is_refused]

@@ -63,7 +63,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     if options.model is None:
         base, adapters = make_checkpoints(options.cache)
-        options.model, options.adapter = base, adapters[1]
+        options.model = base
+        options.adapter = adapters[1]
     with plain_server(options.model, options.set) as server:
         phases, sizes, num_load = _measure(options, server)
     figures = spreads(phases)
@@ -82,8 +83,10 @@ def _measure(
     options: argparse.Namespace, server: OwnServer
 ) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]], int]:
     """Push; returns the times by phase, the sizes at the begin and at the end, and the requests of the load."""
-    key, files = server.add_tenant("trainer"), read_adapter(options.adapter)
-    target, numbers = Target(server.url, key, ADAPTER), itertools.count()
+    key = server.add_tenant("trainer")
+    files = read_adapter(options.adapter)
+    target = Target(server.url, key, ADAPTER)
+    numbers = itertools.count()
     load = Streams(
         targets=[target],
         count=options.in_flight,

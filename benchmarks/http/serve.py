@@ -79,7 +79,8 @@ def chosen_targets(options: argparse.Namespace) -> Iterator[list[Target]]:
         raise ConfigError(
             "--models and --key are for a server that runs already: give its --url", param="models"
         )
-    model, adapters = options.model, options.adapter
+    model = options.model
+    adapters = options.adapter
     if model is None:
         if adapters:
             raise ConfigError("--adapter needs --model: the base of the adapters", param="model")
@@ -99,7 +100,9 @@ def make_load(options: argparse.Namespace, num_models: int) -> Load:
     """
     inputs = _range(options.input_tokens, "input-tokens")
     outputs = _range(options.output_tokens, "output-tokens")
-    count, rate, seed = options.requests, options.rate, options.seed
+    count = options.requests
+    rate = options.rate
+    seed = options.seed
     adapters = draw_adapters(options.popularity, num_models, seed)
     arrivals = poisson_arrivals(count, rate, seed) if rate else [0.0] * count
     draw = random.Random(seed)

@@ -1,1 +1,1 @@
-"""Carrying out a step plan on the device, and what that costs."""
+"""Execution of a step plan on the device, and its costs."""

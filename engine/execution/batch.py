@@ -1,4 +1,4 @@
-"""A packed step as the tensors that kernels on a CPU read."""
+"""A packed step as tensors for kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch:
 
     step: PackedStep
     rows: StepRows
-    """Those of `step`, and padding."""
+    """Rows of `step`, and padding."""
     row_slots: list[int]
     """Adapter slot of each row, ascending; -1 is the base model."""
 
@@ -37,16 +37,16 @@ def build_batch(
     """Build the tensors of one step.
 
     On a CPU a step has at least two rows: a matrix product of one row rounds differently from one of several, and a
-    token must not depend on who else is in the batch. Large steps have a number of rows that packed weights are
-    multiplied with as it is (`padded_rows`). Padding rows belong to the last chunk's adapter, attend to nothing and are
-    not stored.
+    token must not depend on the rest of the batch. Large steps are padded to a number of rows for which packed weights
+    need no padding of their own (`padded_rows`). Padding rows belong to the last chunk's adapter, attend to nothing and
+    are not stored.
 
     Args:
         plan: At least one chunk, each with at least one token.
-        geometry: Of the arena's pages.
+        geometry: Geometry of the arena's pages.
         num_pages: Pages of the arena, the zero page included.
         device: Where the decoder runs.
-        sampled: Of each chunk of the step before, its token; None where it yielded none.
+        sampled: Token of each chunk of the step before; None for a chunk without a token.
 
     Raises:
         EngineError: The plan has no chunk or an empty one, two digests in one adapter slot, or a token of a chunk that
@@ -65,7 +65,7 @@ def build_batch(
     slots = step.row_slots.tolist()
     before = None
     if step.tokens.min() < 0:
-        # A row without a token ends its request, and what is computed for it in this step is dropped.
+        # A row without a token ends its request, and its results in this step are dropped.
         before = torch.tensor(
             [-1 if token is None else token for token in sampled], dtype=torch.int32, device=device
         )
@@ -85,7 +85,8 @@ def build_batch(
 def _attention(
     step: PackedStep, chunks: Sequence[Chunk], geometry: PageGeometry, device: torch.device
 ) -> tuple[AttentionBatch, ...]:
-    lengths, contexts = step.lengths.tolist(), (step.starts + step.lengths).tolist()
+    lengths = step.lengths.tolist()
+    contexts = (step.starts + step.lengths).tolist()
     return tuple(
         AttentionBatch.build(
             [chunk.block_table[group] for chunk in chunks],

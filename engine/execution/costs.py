@@ -1,7 +1,7 @@
-"""Measures when the engine starts: seconds to load, copy or compute a page again, and the costs of a step's work.
+"""Measurements at the start of the engine: seconds to load, copy or compute a page again, and the costs of a step.
 
-The figures decide what is evicted first, whether a preempted request is swapped, and how service is counted among
-tenants. They need to be right only within a factor of two or so; each is the best of a few short runs.
+The figures decide the order of eviction, whether a preempted request is swapped, and how service is counted among
+tenants. An error of a factor of two does no harm; each figure is the best of a few short runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ NUM_RUNS = 3
 WARM_UP_TOKENS = 16
 MAX_TOKENS = 128
 TOKENS_BUDGET_S = 0.3
-"""The measured chunk is as long as this allows, by the time of the warm-up."""
+"""Longest time of the measured chunk, by the time of the warm-up."""
 DECODE_ROWS = 16
-SHORT_CONTEXT, LONG_CONTEXT = 16, 256
-"""Tokens of context in the two decode steps whose difference is the price of context."""
+# The difference of two decode steps with these tokens of context is the price of context.
+SHORT_CONTEXT = 16
+LONG_CONTEXT = 256
 
 
 class StartMeasures:
@@ -43,9 +44,9 @@ class StartMeasures:
 
     Args:
         decoder: The base model.
-        arena: Its pages, none of them in use yet.
-        pool: The pool of these pages; every measurement gives back what it takes.
-        max_tokens: The longest prompt that the model takes.
+        arena: Its pages. None is in use yet.
+        pool: Pool of these pages. Every measurement gives its pages back.
+        max_tokens: Longest prompt that the model takes.
         clock: Monotonic seconds.
     """
 
@@ -68,11 +69,11 @@ class StartMeasures:
         """Copy pages, hash and pack one, and compute a chunk of a prompt.
 
         Args:
-            slab: Host pages, as the copies will read them.
+            slab: Host pages, from which copies are made.
             copier: Copies to the device.
         """
         page_bytes = self._arena.geometry.page_bytes
-        # A slab page is pinned where that matters, and nothing else is in it yet.
+        # A slab page is pinned if the device needs it, and the slab is not used yet.
         source = (
             slab.pages[0].zero_() if slab.num_pages else torch.zeros(page_bytes, dtype=torch.uint8)
         )
@@ -91,13 +92,13 @@ class StartMeasures:
     def prices(
         self, costs: PageCosts, *, lora_bytes_per_rank: int, prompt_context: float
     ) -> Prices:
-        """Time decode steps of a short and a long context; the rest follows from what a page and a token cost.
+        """Time decode steps of a short and a long context. The costs of a page and a token give the other prices.
 
         Args:
-            costs: From `costs`.
+            costs: Result of `costs`.
             lora_bytes_per_rank: Bytes of one rank of an adapter on all linear layers. A step reads them once for each
-                distinct adapter, at the speed at which pages are copied.
-            prompt_context: Operations of attention for one token of context, over those of all products for one token.
+                distinct adapter, at the speed of copies of pages.
+            prompt_context: Operations of attention for one token of context, relative to all products for one token.
         """
         geometry = self._arena.geometry
         blocks_per_row = self._pool.num_free // (DECODE_ROWS * geometry.num_groups)
@@ -128,7 +129,7 @@ class StartMeasures:
             )
 
     def _load_s(self, source: torch.Tensor) -> float:
-        """Hash a page, look at every value, and write it transposed."""
+        """Time the hashing of a page, the check of every value, and a transposed copy."""
         rows = source.view(torch.float32).view(8, -1)
         packed = torch.empty_like(rows.t())
 
@@ -141,7 +142,7 @@ class StartMeasures:
 
     @torch.inference_mode()
     def _token_s(self, max_tokens: int) -> float:
-        """The base model over a chunk of a prompt; a length's first run pays for what is set up for it."""
+        """Time a token of a prompt in the base model. The first run of a length is a warm-up."""
         geometry = self._arena.geometry
         longest = min(max_tokens, self._pool.num_free // geometry.num_groups * geometry.page_tokens)
         with self._pages(geometry.pages(longest)) as pages:
@@ -167,7 +168,7 @@ class StartMeasures:
 
     @torch.inference_mode()
     def _decode_s(self, context: int) -> float:
-        """Seconds of a step in which `DECODE_ROWS` requests of so much context have one token each."""
+        """Seconds of a step with one token of each of `DECODE_ROWS` requests with `context` tokens of context."""
         per_row = self._arena.geometry.pages(context + 1)
         with self._pages(DECODE_ROWS * per_row) as pages:
             tables = [
@@ -187,7 +188,7 @@ class StartMeasures:
 
     @contextmanager
     def _pages(self, count: int) -> Iterator[list[int]]:
-        """Pages for a measurement, zeroed, given back after it."""
+        """Take zeroed pages for a measurement, and give them back after it."""
         pages = self._pool.allocate(count, "kv") or []
         try:
             self._arena.zero(pages)
@@ -215,4 +216,4 @@ class StartMeasures:
             started_s = self._clock()
             run()
             seconds.append(self._clock() - started_s)
-        return max(min(seconds), 1e-9)  # a clock may stand still for so short a time
+        return max(min(seconds), 1e-9)  # a coarse clock may show no time at all

@@ -1,7 +1,7 @@
-"""How the device's memory is divided between the base model and the page pool, before anything is loaded.
+"""Division of the device's memory between the base model and the page pool, before anything is loaded.
 
-The sizes follow from the model's config and from what is free, so a machine that is too small is told at once, with
-the numbers. `format_plan` writes the plan for people.
+The sizes follow from the model's config and the free memory, so on a machine that is too small the error comes at once,
+with the numbers. `format_plan` writes the plan for people.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ MAX_CPU_ARENA_BYTES = 4 * GIB
 MAX_CPU_SLAB_BYTES = 2 * GIB
 MAX_GPU_SLAB_BYTES = 64 * GIB
 GRAPH_BYTES = GIB
-"""Of CUDA graphs, beside the activations of the largest."""
+"""Memory of CUDA graphs, beside the activations of the largest graph."""
 WORKSPACE_BYTES = GIB // 2
 LOGIT_COPIES = 3
-"""Logits in float32 that a step may hold at once: those that are sampled from, those before penalties, and what
-log-probabilities are made of."""
+"""Copies of the logits in float32 that a step may hold at once: for sampling, before penalties, and for
+log-probabilities."""
 LOGPROB_ROWS = 64
-"""Prompt rows whose logits are held at once."""
+"""Largest number of prompt rows whose logits are held at once."""
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
-"""With these, a GPU computes a step of prompts for longer than the host takes to launch it."""
+"""Default of step tokens on a GPU. Such a step takes longer on the GPU than its launch on the host."""
 REFERENCE_RANK = 16
-"""Rank of the adapters that the plan counts for people."""
+"""Rank of the adapters that the plan counts, for people."""
 SMALL_RANK = 8
 SMALL_MODULES = ("q_proj", "v_proj")
-"""An adapter of this rank on these modules is the smallest that slots are counted for: PEFT's default."""
+"""The number of slots is counted for adapters of `SMALL_RANK` on these modules, PEFT's default."""
 MIN_SLOTS = 256
 TABLE_DIVISOR = 50
 """Beyond `MIN_SLOTS`, tables take at most 1 / TABLE_DIVISOR of the bytes of the arena."""
@@ -57,19 +57,19 @@ _CGROUP_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Bytes that may be taken."""
+    """Free memory in bytes."""
 
     device: int
     host: int
-    """The same number on a CPU."""
+    """Free host memory; on a CPU, equal to `device`."""
 
 
 def free_memory(device: torch.device | None = None) -> FreeMemory:
-    """Measure what is free now, on the device (None: the CPU) and on the host (within this process's control group)."""
+    """Measure the free memory on the device (None is the CPU) and on the host (within this process's control group)."""
     host = _free_host_bytes()
     if device is None or device.type == "cpu":
         return FreeMemory(host, host)
-    import torch  # late: what is checked before the engine starts needs none of it
+    import torch  # late: the checks before the engine starts do without torch
 
     return FreeMemory(torch.cuda.mem_get_info(device)[0], host)
 
@@ -86,16 +86,16 @@ def plan_memory(
     """Divide the memory.
 
     Args:
-        config: Its sections memory, model, adapter and scheduler count.
+        config: Settings, of which the sections memory, model, adapter and scheduler are used.
         spec: The base model.
         base: Its shape for adapters.
-        geometry: Of the arena's pages.
-        free: What may be taken, before the model is loaded.
-        on_cpu: Whether the model runs on the CPU.
+        geometry: Geometry of the arena's pages.
+        free: Free memory before the model is loaded.
+        on_cpu: True if the model runs on the CPU.
 
     Raises:
-        ConfigError: The model and the arena do not fit, the arena does not hold one request of `model.max_model_len`
-            tokens, or there is less host memory than is asked for; with the numbers. Or the device does not compute
+        ConfigError: The model and the arena do not fit, the arena has no room for one request of `model.max_model_len`
+            tokens, there is less host memory than the settings ask for, or the device does not compute
             `model.weights`.
     """
     weights = choose_weights(config.model.weights, spec, on_cpu=on_cpu)
@@ -108,8 +108,9 @@ def plan_memory(
     fixed_bytes = weight_bytes + reserved.total
     left = max(free.device - fixed_bytes, 0)
 
-    # More pages may hold more adapters, whose tables leave fewer pages: room is kept for the tables of a pool of all.
-    row_bytes, asked_slots = slot_bytes(base, config.adapter.max_rank), config.adapter.slots
+    # More pages may hold more adapters, whose tables leave fewer pages. The tables of the largest pool have room.
+    row_bytes = slot_bytes(base, config.adapter.max_rank)
+    asked_slots = config.adapter.slots
     largest_tables = (asked_slots or _slots(left, row_bytes, base, geometry)) * row_bytes
     arena_default = min(MAX_CPU_ARENA_BYTES, left // 4) if on_cpu else max(left - largest_tables, 0)
     arena_bytes = _whole_pages(_wanted_bytes(config.memory.gib, arena_default), geometry)
@@ -157,10 +158,10 @@ def plan_memory(
 
 
 def max_model_len(config: Config, spec: DecoderSpec, plan: MemoryPlan) -> int:
-    """Longest prompt plus output: what is asked for, or else the model's own limit as far as the pool can hold it.
+    """Longest prompt plus output: the setting, or else the model's own limit as far as the pool has room.
 
     Raises:
-        ConfigError: More is asked for than the model was made for.
+        ConfigError: The setting is more than the model was made for.
     """
     asked = config.model.max_model_len
     check_max_model_len(asked, spec)
@@ -171,7 +172,7 @@ def check_max_model_len(asked: int | None, spec: DecoderSpec) -> None:
     """Refuse more tokens per request than the model was made for.
 
     Raises:
-        ConfigError: With both numbers.
+        ConfigError: `asked` is more than the model's positions.
     """
     if asked is not None and asked > spec.max_positions:
         raise ConfigError(
@@ -181,7 +182,7 @@ def check_max_model_len(asked: int | None, spec: DecoderSpec) -> None:
 
 
 def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
-    """The plan in a few lines for people."""
+    """Write the plan in a few lines for people."""
     geometry = ready.geometry
     layers = f" of {geometry.layers_per_group} layers" if geometry.num_groups > 1 else ""
     reserve = (
@@ -207,7 +208,7 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
 
 
 def format_reserved(reserved: ReservedBytes, step_tokens: int) -> str:
-    """What a GPU reserves, for people."""
+    """Write the reserve of a GPU for people."""
     return (
         f"{_gib(reserved.total)} ({_gib(reserved.graphs)} for CUDA graphs, {_gib(reserved.workspaces)} for workspaces, "
         f"{_gib(reserved.activations)} for a step of {step_tokens:,} tokens)"
@@ -217,22 +218,20 @@ def format_reserved(reserved: ReservedBytes, step_tokens: int) -> str:
 def _reserved(
     config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: int
 ) -> ReservedBytes:
-    """What a GPU needs beside weights and pages."""
+    """Memory that a GPU needs beside weights and pages."""
     import numpy as np  # late, as above
 
     from manylora.kernels.attention_batch import PARTIAL_PAD, most_partials
 
-    # Up to four tensors of hidden rows are in use at once: residual, normed, and what attention and feed-forward yield.
+    # Up to four tensors of hidden rows are in use at once: residual, normed, and the outputs of attention and MLP.
     attention = (
         2 * spec.q_features + 2 * spec.kv_features
-    )  # queries, keys and values, and what the queries see
+    )  # queries, keys, values, and the output of attention
     row = (
         4 * spec.hidden_size + attention + 3 * spec.intermediate_size
     )  # gate, up, and their product
-    max_running, longest = (
-        config.scheduler.max_running,
-        config.model.max_model_len or spec.max_positions,
-    )
+    max_running = config.scheduler.max_running
+    longest = config.model.max_model_len or spec.max_positions
     logits = max(max_running, LOGPROB_ROWS) * spec.vocab_size * (dtype_bytes + 4 * LOGIT_COPIES)
     partials = (
         max_running
@@ -280,21 +279,20 @@ def _ranks(base: BaseShape, rank: int, only: Sequence[str] = ()) -> dict[tuple[i
 
 
 def _slots(arena_bytes: int, row_bytes: int, base: BaseShape, geometry: PageGeometry) -> int:
-    """As many as the pool may hold small adapters, as far as their tables cost little."""
+    """Number of slots: as many as the pool has room for small adapters, while the tables stay small."""
     small_bytes = (
         adapter_pages(_ranks(base, SMALL_RANK, SMALL_MODULES), base, geometry) * geometry.page_bytes
     )
-    small, affordable = (
-        (arena_bytes - geometry.page_bytes) // small_bytes,
-        arena_bytes // TABLE_DIVISOR // row_bytes,
-    )
+    small = (arena_bytes - geometry.page_bytes) // small_bytes
+    affordable = arena_bytes // TABLE_DIVISOR // row_bytes
     return min(max(min(small, affordable), MIN_SLOTS), MAX_SLOTS)
 
 
 def _free_host_bytes() -> int:
     free = _meminfo_available()
     for limit_file, used_file in _CGROUP_FILES:
-        limit, used = _whole_number(limit_file), _whole_number(used_file)
+        limit = _whole_number(limit_file)
+        used = _whole_number(used_file)
         if limit is not None and used is not None:
             free = min(free, max(limit - used, 0))
     return free
@@ -307,7 +305,7 @@ def _meminfo_available() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return 8 * GIB  # systems without /proc do not say; the defaults then take 2 GiB
+    return 8 * GIB  # a guess for systems without /proc; the defaults then take 2 GiB
 
 
 def _whole_number(path: Path) -> int | None:

@@ -1,7 +1,7 @@
 """A step plan as arrays on the host: a row for each token, in the order of adapter slots, the base first.
 
-A row is what a kernel knows: its token, its position, and where its key and value go. All pages and slots are in the
-plan. They are checked here, before a kernel reads or writes by them.
+A row has everything that a kernel needs: token, position, and the places of key and value. The plan has all pages and
+slots; they are checked here, before a kernel reads or writes with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from manylora.adapters.residency.slots import SlotLease
 from manylora.engine.scheduling.plan import Chunk, StepPlan
 from manylora.errors import EngineError, PageAccountingError
-from manylora.kernels.attention_batch import MAX_ITEM_ROWS, PromptChunk, chunk_tiles
+from manylora.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tiles
 from manylora.memory.geometry import PageGeometry
 
 BASE_SLOT = -1
@@ -29,9 +29,9 @@ class Items(NamedTuple):
 
     rows: Int32Array
     tables: Int32Array
-    """Where the pages of each begin in `PackedStep.tables`."""
+    """Place of the first page of each in `PackedStep.tables`."""
     lens: Int32Array
-    """KV tokens that each sees, itself included."""
+    """Number of KV tokens that each sees, itself included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,25 +39,25 @@ class PackedStep:
     """T rows of R chunks. All arrays are int32."""
 
     order: list[int]
-    """Place in the plan of each chunk, in the order of the rows. The arrays [R] are in this order, too."""
+    """Place in the plan of each chunk, in the order of the rows. The arrays [R] have this order too."""
     lengths: Int32Array
-    """[R]: rows of each chunk."""
+    """[R]: number of rows of each chunk."""
     starts: Int32Array
-    """[R]: position of its first row."""
+    """[R]: position of the first row of each chunk."""
     first_rows: Int32Array
-    """[R]: its first row."""
+    """[R]: first row of each chunk."""
     first_blocks: Int32Array
-    """[R]: where its pages begin in `tables`."""
+    """[R]: place of the first page of each chunk in `tables`."""
     slots: Int32Array
-    """[R]: its adapter slot, ascending; -1 is the base model."""
+    """[R]: adapter slot of each chunk, ascending; -1 is the base model."""
     adapters: dict[int, SlotLease]
     """The adapters of the step by slot."""
     samples: list[int]
     """Chunks that yield a token, as places in `order`."""
     tokens: Int32Array
-    """[T]: token ids; -1 - p is the token that the step before put at place p."""
+    """[T]: token ids; -1 - p stands for the token that the step before put at place p."""
     positions: Int32Array
-    """[T]."""
+    """[T]: position of each row."""
     kv_slots: Int32Array
     """[groups, T]: page * page_tokens + offset of each row's key and value."""
     tables: Int32Array
@@ -65,7 +65,7 @@ class PackedStep:
 
     @classmethod
     def nothing(cls, num_groups: int) -> PackedStep:
-        """No chunk. A program that computes it computes padding alone."""
+        """Make a step without chunks. A program that computes it computes only padding."""
         none = np.zeros(0, dtype=np.int32)
         return cls(
             **dict.fromkeys(
@@ -81,12 +81,12 @@ class PackedStep:
 
     @property
     def num_rows(self) -> int:
-        """T."""
+        """Number T of rows."""
         return len(self.tokens)
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row is a chunk of its own that yields a token."""
+        """True if each row is a chunk of its own that yields a token."""
         return len(self.samples) == self.num_rows
 
     @property
@@ -101,7 +101,7 @@ class PackedStep:
         return rows
 
     def last_rows(self) -> Int32Array:
-        """The row of the last token of each chunk in `samples`."""
+        """Row of the last token of each chunk in `samples`."""
         return (self.first_rows + self.lengths - 1)[self.samples]
 
     def items(self) -> Items:
@@ -114,24 +114,8 @@ class PackedStep:
             self.positions[rows] + np.int32(1),
         )
 
-    def prompts(self, page_tokens: int) -> tuple[list[PromptChunk], list[list[Int32Array]]]:
-        """The chunks that are cut into tiles, and by layer group the pages of each."""
-        chosen = np.flatnonzero(self.lengths > MAX_ITEM_ROWS).tolist()
-        contexts = (self.starts + self.lengths).tolist()
-        chunks = [
-            PromptChunk(
-                index, int(self.first_rows[place]), int(self.lengths[place]), contexts[place]
-            )
-            for index, place in enumerate(chosen)
-        ]
-        spans = [
-            slice(begin, begin + -(-contexts[place] // page_tokens))
-            for place, begin in zip(chosen, self.first_blocks[chosen].tolist(), strict=True)
-        ]
-        return chunks, [[table[span] for span in spans] for table in self.tables]
-
     def tiles(self, head_group: int) -> Int32Array:
-        """The other rows, as `AttentionRows.tiles`, where so many heads share a KV head."""
+        """Rows of all other chunks as `AttentionRows.tiles`, where `head_group` heads share a KV head."""
         columns = (self.first_rows, self.lengths, self.starts, self.first_blocks)
         return chunk_tiles(
             np.stack(columns, axis=1)[self.lengths > MAX_ITEM_ROWS].tolist(), head_group
@@ -148,9 +132,9 @@ def pack_step(
 
     Args:
         plan: At least one chunk, each with at least one token.
-        geometry: Of the arena's pages.
+        geometry: Geometry of the arena's pages.
         num_pages: Pages of the arena, the zero page included.
-        sampled_places: Of each chunk of the step before, the place of its token; None where it yielded none.
+        sampled_places: Place of the token of each chunk of the step before; None for a chunk without a token.
 
     Raises:
         EngineError: The plan has no chunk or an empty one, two digests in one adapter slot, or a token that the step

@@ -1,7 +1,7 @@
-"""Carries out a step plan: build the batch, move pages, run the decoder, sample. Asks neither scheduler nor pool.
+"""Executes a step plan: builds the batch, moves pages, runs the decoder, samples. Asks neither scheduler nor pool.
 
-`launch` starts a step, and `collect` waits for it and returns its results. A step may be launched before the one before
-it is collected. The steps run one after another, in the order in which they were launched.
+`launch` starts a step, and `collect` waits for it and returns its results. A step may be launched before the previous
+step is collected. Steps run one after another, in the order of their launches.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class LaunchedStep:
     """A step that was launched."""
 
     results: Callable[[], list[ChunkResult]]
-    """Waits for the results, one per chunk, in the order of the plan."""
+    """Function that waits for the results, one per chunk, in the order of the plan."""
     moved: torch.cuda.Event | None
-    """Host pages that the step copies may be used by others after it; None where they may be at once."""
+    """Event after which the host pages that the step copies are free for others; None if they are free at once."""
 
 
 class ModelRunner:
@@ -47,11 +47,11 @@ class ModelRunner:
     Args:
         decoder: The base model.
         arena: Its pages.
-        slab: Host pages, for KV that is swapped out.
+        slab: Host pages for KV that is swapped out.
         lora: The adapters.
         check_lease: Called for every adapter of a step before it runs; raises StaleSlotError for a stale slot.
         sampler: Chooses tokens.
-        programs: Compute the steps of a GPU, which runs beside the host; None computes each step in `launch`.
+        programs: Programs for the steps of a GPU, which runs beside the host; None computes each step in `launch`.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class ModelRunner:
         self._sampler = sampler
         self._programs = programs
         self._sampled: list[int | None] = []
-        """By chunk of the step that was launched last: its token, or with programs the place of that."""
+        """Token of each chunk of the last launched step; with programs, the place of the token."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Future[StepMasks] | None = None) -> LaunchedStep:
-        """Start a step. A CPU computes all of it here.
+        """Start a step. A CPU computes the whole step here.
 
         Args:
             plan: The step.
-            masks: Of the chunks that have a grammar; awaited after the forward pass.
+            masks: Masks of the chunks with a grammar. They are awaited after the forward pass.
 
         Returns:
-            What `collect` takes. Where this raises, nothing of the step goes on.
+            The step for `collect`. If this raises, nothing of the step runs on.
 
         Raises:
-            StaleSlotError: An adapter slot has been reused since the plan was made.
+            StaleSlotError: An adapter slot was reused after the plan was made.
             EngineError: The plan contradicts itself; nothing was moved or computed.
         """
         if plan.is_empty:
@@ -104,7 +104,7 @@ class ModelRunner:
         )
 
     def collect(self, launched: LaunchedStep) -> list[ChunkResult]:
-        """Wait until a step is complete. Call it once for each, in the order in which they were launched.
+        """Wait until a step is complete. Call this once for each step, in the order of their launches.
 
         Returns:
             One result per chunk, in the order of the plan.
@@ -114,12 +114,13 @@ class ModelRunner:
         return launched.results()
 
     def close(self) -> None:
-        """Let go of what the runner holds of the device; it must not be used afterwards."""
-        self._kv, self._programs = KvViews((), ()), None
+        """Free the device memory of the runner. It must not be used afterwards."""
+        self._kv = KvViews((), ())
+        self._programs = None
         self._slab.close()
 
     def _launch_batch(self, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
-        """Compute a step."""
+        """Compute a step on a CPU."""
         arena = self._arena
         batch = build_batch(
             plan, arena.geometry, arena.num_pages, self._decoder.device, self._sampled
@@ -137,7 +138,7 @@ class ModelRunner:
     def _launch_program(
         self, programs: StepPrograms, plan: StepPlan, masks: Future[StepMasks] | None
     ) -> LaunchedStep:
-        """Have the device compute a step."""
+        """Launch the program of a step on a GPU."""
         step = pack_step(plan, self._arena.geometry, self._arena.num_pages, self._sampled)
         self._check_leases(step.adapters)
         program = programs.program(step)
@@ -202,7 +203,7 @@ class ModelRunner:
         hidden: torch.Tensor,
         masks: Future[StepMasks] | None,
     ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, RequestError]]:
-        """By places in the plan: the sampled token of each chunk that wants one, and why its grammar leaves none."""
+        """Sampled tokens of the chunks that want one, and errors where a grammar allows none, by place in the plan."""
         wanted = [step.order[index] for index in step.samples]
         if not wanted:
             return {}, {}
@@ -228,7 +229,7 @@ class ModelRunner:
         return found
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        # As everywhere on the CPU, a lone row is computed as two, so that it rounds as it does in a larger batch.
+        # On the CPU, a lone row is always computed as two, so that it rounds as in a larger batch.
         padded = rows * 2 if len(rows) == 1 else rows
         if padded != list(range(len(hidden))):
             hidden = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
@@ -238,7 +239,7 @@ class ModelRunner:
         """Verify that the plan's pages exist.
 
         Raises:
-            PageAccountingError: One does not, or the zero page would be written.
+            PageAccountingError: A page does not exist, or the zero page would be written.
         """
         moves = plan.swap_out + plan.swap_in
         device_pages = [move.device_page for move in moves]
@@ -252,13 +253,14 @@ class ModelRunner:
         """Move the pages.
 
         Args:
-            plan: Says which.
-            zero: Zeroes its `zero_pages`; None has the arena do it.
+            plan: Plan with the pages.
+            zero: Function that zeroes its `zero_pages`; None lets the arena do it.
 
         Returns:
-            What to wait for before host pages are used by anybody else; None when they can be at once.
+            Event after which the host pages are free for others; None if they are free at once.
         """
-        device, host = self._arena.bytes, self._slab.pages
+        device = self._arena.bytes
+        host = self._slab.pages
         for move in plan.swap_out:
             host[move.host_page].copy_(device[move.device_page], non_blocking=self._is_gpu)
         if zero is None:
@@ -276,7 +278,7 @@ class ModelRunner:
 
 @contextmanager
 def _waiting_if_it_fails(moved: torch.cuda.Event | None) -> Iterator[None]:
-    """Where a step fails, its host pages go to others, who do not know of its copies."""
+    """Wait for the copies of a failed step, because its host pages may go to others at once."""
     try:
         yield
     except BaseException:
@@ -286,7 +288,7 @@ def _waiting_if_it_fails(moved: torch.cuda.Event | None) -> Iterator[None]:
 
 
 def _row_masks(masks: Future[StepMasks], wanted: Sequence[int]) -> RowMasks:
-    """Wait for the masks of a step, by the rows of the logits of the chunks `wanted`."""
+    """Wait for the masks of a step, and assign them to the rows of logits of the chunks `wanted`."""
     filled = masks.result()
     row_of = {place: row for row, place in enumerate(wanted)}
     return RowMasks([row_of[place] for place in filled.chunks], filled.bits)
@@ -295,7 +297,7 @@ def _row_masks(masks: Future[StepMasks], wanted: Sequence[int]) -> RowMasks:
 def _failures(
     masks: Future[StepMasks], used: RowMasks, wanted: Sequence[int]
 ) -> dict[int, RequestError]:
-    """By places in the plan, why grammars leave no token."""
+    """Errors of grammars that allow no token, by place in the plan."""
     return {wanted[row]: GRAMMAR_DEAD_END for row in used.dead} | masks.result().failures
 
 

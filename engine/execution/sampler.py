@@ -1,7 +1,7 @@
 """Chooses tokens from logits, with draws that depend on the request alone.
 
-One uniform per token comes from Philox, keyed by the request's seed and choice index and counted by its output index:
-neither the batch, nor its order, nor a preemption changes a draw. Knows nothing of chunks and adapters.
+Philox gives one uniform number per token. Its key is the request's seed and choice index, its counter the output index,
+so neither the batch, nor its order, nor a preemption changes a draw. Knows nothing of chunks and adapters.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from manylora.kernels.sampling import (
 )
 
 DRAW_BITS = 24
-"""Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
+"""Bits of a draw. float32 holds them exactly, so the greatest draw stays below 1."""
 DRAWS_AHEAD = 32
 """Draws of a request that are made at once."""
 KEPT_DRAWS = 512
-"""How many requests' draws are kept, a kilobyte each: several times as many as are usually decoded at once."""
+"""Number of requests whose draws are kept, a kilobyte each: several times the number that usually decode at once."""
 GREEDY = RowSampling(temperature=0.0)
 _SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
 class RowMasks:
-    """What grammars leave of some rows of logits."""
+    """Tokens that grammars allow in some rows of logits."""
 
     rows: list[int]
-    """Which rows."""
+    """Rows of the logits."""
     bits: torch.Tensor
     """[rows, words], int32; see `kernels.plain.sampling.mask_tokens`."""
     dead: set[int] = field(default_factory=set)
-    """Rows of which they leave nothing."""
+    """Rows in which no token is left."""
 
 
 class PhiloxDraws:
-    """Uniform numbers by (seed, choice index, output index); the same in every process."""
+    """Uniform numbers by (seed, choice index, output index). They are equal in every process."""
 
     def __init__(self) -> None:
         self._generator = np.random.Philox(0)
@@ -66,12 +66,12 @@ class PhiloxDraws:
         ]
 
     def _draw(self, seed: int, choice_index: int, block: int) -> list[float]:
-        # Setting the state of one generator is ten times faster than making one per draw.
+        # Setting the state of one generator is ten times faster than making a generator per draw.
         self._state["state"]["key"][:] = (seed & _SEED_MASK, choice_index)
         self._state["state"]["counter"][:] = (block * DRAWS_AHEAD, 0, 0, 0)
         self._state["buffer_pos"] = len(self._state["buffer"])
         self._generator.state = self._state
-        # The generator counts once for several numbers; a draw is the first of them.
+        # One count of the generator gives several numbers, of which a draw is the first.
         raw = self._generator.random_raw(DRAWS_AHEAD * len(self._state["buffer"]))[
             :: len(self._state["buffer"])
         ]
@@ -80,11 +80,11 @@ class PhiloxDraws:
 
 
 class Sampler:
-    """From logits to tokens. A step program calls the parts of `sample` itself.
+    """Chooses tokens from logits. A step program calls the parts of `sample` itself.
 
     Args:
         kernels: The operations for the device of the logits.
-        eos_token_ids: Tokens that end a generation; `min_tokens` holds them back.
+        eos_token_ids: Tokens that end a generation. `min_tokens` holds them back.
     """
 
     def __init__(self, kernels: Kernels, eos_token_ids: Collection[int] = ()) -> None:
@@ -97,16 +97,16 @@ class Sampler:
     ) -> list[tuple[int | None, TokenLogprobs | None]]:
         """Choose one token per row.
 
-        A row with NaN or an overflow, in the logits or after penalties, yields no token; the others are not touched.
+        A row with NaN or an overflow, in the logits or after penalties, yields no token. Other rows are not affected.
 
         Args:
             logits: [n, vocab_size], float32, contiguous. Mutated by penalties.
-            specs: How, per row.
-            masks: What grammars leave of some rows. *Mutated*: gets the rows of which nothing is left.
+            specs: Sampling parameters of each row.
+            masks: Tokens that grammars allow in some rows. *Mutated*: gets the rows in which none is left.
 
         Returns:
-            Per row the token, None where the row is no distribution or nothing is left of it, and its log-probabilities
-            under the unchanged logits where they are asked for.
+            For each row the token, None if the row is no distribution or no token is left; and, if they are asked for,
+            its log-probabilities under the unchanged logits.
         """
         words, reported = copy_in_one(
             [self.columns(specs), self.reported_rows(specs)], logits.device
@@ -125,18 +125,18 @@ class Sampler:
         sample: Callable[[], object],
         codes: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Edit logits, and choose a token per row; nothing is read from the device.
+        """Edit logits and choose a token per row, without reading from the device.
 
         Args:
             logits: As in `sample`.
             specs: As in `sample`.
             masks: As in `sample`.
             reported: The `reported_rows`, on the device.
-            sample: Puts what it chooses into `codes`.
+            sample: Function that writes the chosen tokens to `codes`.
             codes: [at least n], int32.
 
         Returns:
-            The `logprob_words` of the rows in `reported`; None where there are none.
+            The `logprob_words` of the rows in `reported`; None if there are none.
         """
         original = logits.index_select(0, reported) if len(reported) else logits
         if masks is not None or any(spec.changes_logits for spec in specs):
@@ -148,18 +148,18 @@ class Sampler:
         return self.logprob_words(original, codes.index_select(0, reported), num_top)
 
     def columns(self, specs: Sequence[SampleSpec]) -> np.ndarray:
-        """How the tokens of n rows are chosen, [NUM_COLUMNS, n] int32; see `sampling_words`."""
+        """Sampling parameters of n rows, [NUM_COLUMNS, n] int32; see `sampling_words`."""
         return sampling_words([self._sampling(spec) for spec in specs])
 
     def edit(
         self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None
     ) -> None:
-        """Apply penalties and biases, and rule out what a row does not allow; one copy to the device.
+        """Apply penalties and biases, and rule out tokens that a row does not allow, with one copy to the device.
 
         Args:
             logits: [n, vocab_size], float32, contiguous. Mutated.
-            specs: How, per row.
-            masks: What grammars leave of some rows.
+            specs: Sampling parameters of each row.
+            masks: Tokens that grammars allow in some rows.
         """
         rows = [self._edits(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
         mask_arrays = (
@@ -180,11 +180,11 @@ class Sampler:
     def logprob_words(
         self, logits: torch.Tensor, codes: torch.Tensor, num_top: int
     ) -> torch.Tensor:
-        """Log-probabilities of sampled tokens as one tensor, which `results` reads; nothing is read from the device.
+        """Compute log-probabilities of sampled tokens as one tensor for `results`, without reading from the device.
 
         Args:
             logits: [n, vocab_size], float32, before `edit`.
-            codes: [n], int32: what `Kernels.sample` returned.
+            codes: [n], int32: result of `Kernels.sample`.
             num_top: Alternatives per row.
 
         Returns:
@@ -210,16 +210,16 @@ class Sampler:
         masks: RowMasks | None = None,
         logprob_words: torch.Tensor | None = None,
     ) -> list[tuple[int | None, TokenLogprobs | None]]:
-        """Tell tokens from failures.
+        """Separate tokens from failures.
 
         Args:
-            codes: What `Kernels.sample` returned.
-            specs: How each row was sampled.
-            masks: As in `sample`. *Mutated*: gets the rows of which nothing is left.
-            logprob_words: Of the `reported_rows`, on the CPU; None where there are none.
+            codes: Result of `Kernels.sample`.
+            specs: Sampling parameters of each row.
+            masks: As in `sample`. *Mutated*: gets the rows in which no token is left.
+            logprob_words: The `logprob_words` of the `reported_rows`, on the CPU; None if there are none.
 
         Returns:
-            As `sample`.
+            The same as `sample`.
         """
         if masks is not None:
             masks.dead.update(row for row in masks.rows if codes[row] == NOTHING_LEFT)
@@ -242,11 +242,11 @@ class Sampler:
     def logprobs(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int
     ) -> list[TokenLogprobs]:
-        """Log-probabilities of given tokens; NaN where a row is no distribution.
+        """Log-probabilities of given tokens; NaN for a row that is no distribution.
 
         Args:
             logits: [n, vocab_size], float32.
-            token_ids: One per row.
+            token_ids: One token per row.
             num_top: Alternatives per row.
         """
         tokens = copy_in_one([np.array(token_ids, dtype=np.int32)], logits.device)[0]
@@ -262,7 +262,8 @@ class Sampler:
         return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
 
     def _edits(self, row: int, spec: SampleSpec) -> RowEdits:
-        params, bias = spec.params, spec.params.logit_bias
+        params = spec.params
+        bias = spec.params.logit_bias
         held_back = (
             (*self._eos_token_ids, *params.stop_token_ids)
             if spec.output_index < params.min_tokens
@@ -283,7 +284,7 @@ class Sampler:
 
 
 def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
-    """The tokens that would complete one of the sequences that are not to be generated."""
+    """Tokens that would complete one of the `bad_words`."""
     for *start, end in spec.params.bad_words:
         if not start or spec.output_token_ids[-len(start) :] == start:
             yield end
@@ -292,7 +293,7 @@ def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
 def _token_logprobs(
     words: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int | None]
 ) -> list[TokenLogprobs]:
-    """Read what `Sampler.logprob_words` made, with so many alternatives of each row; None takes all there are."""
+    """Read the result of `Sampler.logprob_words`, with `num_top` alternatives of each row; None takes all."""
     ids = slice(2, words.shape[1] // 2 + 1)
     rows = zip(token_ids, counts, words.tolist(), words.view(torch.float32).tolist(), strict=True)
     return [

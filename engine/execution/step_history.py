@@ -1,4 +1,4 @@
-"""The last steps: what they computed, and the adapters in them."""
+"""The last steps: their work, and the adapters in them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NUM_SHOWN_ADAPTERS = 8
 
 
 class StepHistory:
-    """The last steps, recorded one by one."""
+    """Records the last steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[StepStats, Counter[str]]] = deque(maxlen=NUM_KEPT_STEPS)
-        """Each step with its number of requests by adapter."""
+        """Last steps, each with its number of requests by adapter."""
 
     def record(self, plan: StepPlan, seconds: float) -> None:
-        """Take note of a step that was computed."""
+        """Record a computed step."""
         batch = Counter(chunk.adapter.digest for chunk in plan.chunks if chunk.adapter is not None)
         stats = StepStats(
             step=plan.step,

@@ -1,7 +1,7 @@
 """All numbers of one step in one piece of memory: filled on the host, copied to the device once, read there in place.
 
-What a step has at a fixed place are fields, each at a multiple of 64 bytes, so that kernels see the same alignment in
-every step. What grows with contexts, block tables above all, comes after them.
+Numbers with a fixed place in a step are fields. Each starts at a multiple of 64 bytes, so that kernels see the same
+alignment in every step. Numbers that grow with contexts, mostly block tables, come after them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class ImageLayout:
-    """Where the fields of a step lie. All are int32; some hold the bits of float32.
+    """Places of the fields of a step. All are int32; some hold the bits of float32.
 
     Args:
         shapes: Shape of each field, by name.
@@ -32,7 +32,7 @@ class ImageLayout:
             self._fields[name] = (end, end + size, shape)
             end = aligned(end + size)
         self.num_bytes = end
-        """Bytes of all fields; what grows starts here."""
+        """Bytes of all fields; the growing part starts here."""
 
     def on_host(self, image: npt.NDArray[np.uint8]) -> dict[str, Int32Array]:
         """The fields as views of a host image."""
@@ -50,36 +50,37 @@ class ImageLayout:
 
 
 class StepImages:
-    """The image on the device, whose address stays the same, and the host's image of the step that is being loaded.
+    """The image on the device, whose address never changes, and the host's image of the step that is being loaded.
 
-    A host image is used for one step. Where it is pinned, torch hands its memory out again once its copy has ended.
+    A host image is used for one step. If it is pinned, torch reuses its memory only after its copy has ended.
 
     Args:
-        num_bytes: The most that a step has.
-        device: Where the steps run.
+        num_bytes: Largest size of a step.
+        device: Device of the steps.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.device = torch.zeros(aligned(num_bytes), dtype=torch.uint8, device=device)
-        """uint8 [bytes]."""
+        """uint8 [bytes]: the image on the device."""
         self.host = torch.empty(0, dtype=torch.uint8)
-        """uint8 [bytes]: what was sent last."""
+        """uint8 [bytes]: the image that was sent last."""
         self._is_async = device.type == "cuda"
         self._end = 0
 
     def begin(self, layout: ImageLayout) -> dict[str, Int32Array]:
-        """The fields of a new host image, to be filled."""
+        """Begin a new host image; returns its fields to be filled."""
         self.host = torch.empty(len(self.device), dtype=torch.uint8, pin_memory=self._is_async)
         self._end = layout.num_bytes
         return layout.on_host(self.host.numpy())
 
     def append(self, numbers: Int32Array) -> slice:
-        """Put int32 numbers after what the image has; returns their bytes in it.
+        """Append int32 numbers to the image; returns their place in it, in bytes.
 
         Raises:
             ValueError: The image has no room for them.
         """
-        start, end = self._end, self._end + numbers.nbytes
+        start = self._end
+        end = self._end + numbers.nbytes
         if end > len(self.device):
             raise ValueError(
                 f"a step has {end} bytes of numbers, its image has room for {len(self.device)}"
@@ -89,7 +90,7 @@ class StepImages:
         return slice(start, end)
 
     def send(self) -> None:
-        """Copy the image to the device, as far as it was filled. On a GPU this is in the order of the steps."""
+        """Copy the filled part of the image to the device. On a GPU the copy is in the order of the steps."""
         end = min(self._end, len(self.device))
         self.device[:end].copy_(self.host[:end], non_blocking=self._is_async)
 

@@ -1,16 +1,16 @@
 """One kind of step on buffers whose addresses never change, so that it can be recorded once and replayed.
 
-`load` puts a step into the image, `run` launches what computes it and takes no arguments, `collect` reads what it
-chose. In between nothing is asked of the device. A decode step is padded to the next of a few numbers of rows, its
-bucket, with CUDA graphs and without: a row's numbers depend on the bucket, and on nothing
-else of the batch. A step with rows of prompts has a program of its own sizes, which is never recorded.
+`load` puts a step into the image, `run` takes no arguments and launches its computation, `collect` reads the chosen
+tokens. The host does not wait for the device in between. A decode step is padded to the next of a few numbers of rows,
+its bucket, with CUDA graphs and without: a row's numbers depend on the bucket, and on nothing else of the batch. A step
+with rows of prompts has a program with its own sizes, which is never recorded.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,30 +29,30 @@ from manylora.kernels.sampling import NUM_COLUMNS, SamplingColumns
 from manylora.memory.arena import Arena, mark
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Calls a function once, records what it launches, and returns a function that launches the same again."""
+"""Function that calls another once, records its launches, and returns a function that repeats them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Sizes of a program; real steps have as many rows or fewer."""
+    """Sizes of a program. Its steps have at most this many rows."""
 
     rows: int
     items: int
-    """Rows that attend on their own, and padding."""
+    """Rows that attend on their own, with padding."""
     samples: int
     """Rows of logits."""
     partials: int
     """Splits of all items, as `most_partials` counts them."""
     is_decode: bool = False
-    """Whether all rows have logits, in the same order."""
+    """True if all rows have logits, in the same order."""
     tiles: int = 0
     """Tiles of prompts."""
     lora_tiles: int = 0
-    """0 where no row has an adapter."""
+    """Tiles of adapters; 0 if no row has an adapter."""
     lora_tile_rows: int = 16
 
     def layout(self, num_groups: int, windows: Sequence[int]) -> ImageLayout:
-        """The image of a step of these sizes."""
+        """Layout of the image of a step with these sizes."""
         return ImageLayout(
             {
                 "tokens": (self.rows,),
@@ -72,30 +72,31 @@ class StepShape:
 
 @dataclass(kw_only=True)
 class StepDevice:
-    """What all programs of an engine share."""
+    """The state that all programs of an engine share."""
 
     decoder: Decoder
     arena: Arena
     lora: PagedLora
     sampler: Sampler
     max_samples: int
-    """Most rows of logits in a step, padding included."""
+    """Largest number of rows of logits in a step, padding included."""
     max_rows: int
-    """Most rows of a step, padding included."""
+    """Largest number of rows of a step, padding included."""
     max_model_len: int
     kv: KvViews = field(init=False)
     images: StepImages = field(init=False)
     logits: torch.Tensor = field(init=False)
-    """[max_samples, vocab_size], float32: scores of the step that runs. Each CUDA graph would keep some of its own."""
+    """[max_samples, vocab_size], float32: scores of the running step. Without it each CUDA graph would keep its own."""
     sampled: torch.Tensor = field(init=False)
-    """[max_samples], int32, on the device: what the last step chose. The next one may take its tokens from here."""
+    """[max_samples], int32, on the device: tokens of the last step. The next step may read them here."""
     windows: list[int] = field(init=False)
-    """The sliding windows of the layers; 0 is none."""
+    """Sliding windows of the layers, each once; 0 is none."""
     head_group: int = field(init=False)
     """Query heads that share a KV head."""
 
     def __post_init__(self) -> None:
-        geometry, device = self.arena.geometry, self.arena.device
+        geometry = self.arena.geometry
+        device = self.arena.device
         spec = self.decoder.spec
         self.windows = sorted({window or 0 for window in spec.sliding_windows})
         self.kv = KvViews.of(self.arena, spec.sliding_windows)
@@ -114,7 +115,7 @@ class StepDevice:
         self.sampled = torch.zeros(self.max_samples, dtype=torch.int32, device=device)
 
     def read(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A copy of int32 numbers on the host, complete once the device has done what was launched so far."""
+        """Copy int32 numbers to the host. The copy is complete once the device has done everything launched so far."""
         is_gpu = self.arena.device.type == "cuda"
         target = torch.empty(numbers.shape, dtype=torch.int32, pin_memory=is_gpu)
         return target.copy_(numbers, non_blocking=is_gpu)
@@ -122,19 +123,19 @@ class StepDevice:
 
 @dataclass(slots=True, kw_only=True)
 class _Loaded:
-    """What a step needs besides its image."""
+    """The part of a step that is not in its image."""
 
     specs: Sequence[SampleSpec]
     masks: Callable[[], RowMasks] | None
     reported: torch.Tensor
-    """On the device, int32: places of the samples whose log-probabilities are asked for."""
+    """Places of the samples whose log-probabilities are asked for, int32, on the device."""
     zeroed: torch.Tensor
-    """On the device, int32: pages."""
+    """Pages to be zeroed, int32, on the device."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Launched:
-    """A step that was run and not collected yet; its tensors are on the host."""
+    """A step that was run and not collected yet. Its tensors are on the host."""
 
     specs: Sequence[SampleSpec]
     masks: RowMasks | None
@@ -147,14 +148,15 @@ class StepProgram:
     """Steps of one shape.
 
     Args:
-        device: Shared with the other programs.
+        device: State that it shares with the other programs.
         shape: Its sizes.
     """
 
     def __init__(self, device: StepDevice, shape: StepShape) -> None:
         self.shape = shape
         self._device = device
-        geometry, images = device.arena.geometry, device.images
+        geometry = device.arena.geometry
+        images = device.images
         self._layout = shape.layout(geometry.num_groups, device.windows)
         fields = self._layout.on_device(images.device)
         self._attention = [
@@ -179,7 +181,8 @@ class StepProgram:
         )
         self._lora = None
         if shape.lora_tiles:
-            tiles, is_small = fields["lora_tiles"], shape.rows <= SIDE_ROWS
+            tiles = fields["lora_tiles"]
+            is_small = shape.rows <= SIDE_ROWS
             self._lora = device.lora.static_step(tiles, shape.lora_tile_rows, is_small=is_small)
         self._sample_rows = fields["sample_rows"]
         self.columns = SamplingColumns(fields["sampling"])
@@ -189,13 +192,13 @@ class StepProgram:
         )
         self._launched: deque[_Launched] = deque()
         self.hidden = device.sampled[:0]
-        """What the last run computed: rows after the last norm."""
+        """Rows of the last run after the last norm."""
         self.logits = device.logits[: shape.samples]
-        """The scores of the last run, until another program runs."""
+        """Scores of the last run, until another program runs."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether `run` replays."""
+        """True if `run` replays a record."""
         return self._replays is not None
 
     def load(
@@ -205,30 +208,23 @@ class StepProgram:
         masks: Callable[[], RowMasks] | None = None,
         zero_pages: Sequence[int] = (),
     ) -> None:
-        """Put a step into the image and copy that to the device, after the steps before it.
+        """Put a step into the image and copy the image to the device, after the steps before it.
 
         Args:
             step: The rows, at most as many as the shape has.
-            specs: How the tokens of `step.samples` are chosen.
-            masks: Waits for what grammars leave of the logits; None where no row has a grammar.
-            zero_pages: Pages to be zeroed before the step, by `zero_pages`.
+            specs: Sampling parameters of `step.samples`.
+            masks: Function that waits for the masks of grammars; None if no row has a grammar.
+            zero_pages: Pages that `zero_pages` zeroes before the step.
 
         Raises:
             EngineError: A row sees more tokens than the model takes, for which there is no room in the kernels.
         """
         if step.num_rows and step.positions.max() >= self._device.max_model_len:
             raise EngineError(f"a row sees more than {self._device.max_model_len} tokens")
-        images, sampler = self._device.images, self._device.sampler
+        images = self._device.images
+        sampler = self._device.sampler
         fields = images.begin(self._layout)
         self._fill(fields, step)
-        if not self.shape.is_decode:
-            chunks, tables = step.prompts(self._device.arena.geometry.page_tokens)
-            batches = zip(self._attention, tables, strict=True)
-            attention = tuple(
-                AttentionBatch.of_rows(rows, self.shape.rows, chunks, pages)
-                for rows, pages in batches
-            )
-            self.rows = replace(self.rows, attention=attention)
         _put(fields["sampling"], sampler.columns(specs), 0)
         images.append(step.tables)
         reported = images.append(sampler.reported_rows(specs).astype(np.int32))
@@ -242,13 +238,15 @@ class StepProgram:
         )
 
     def zero_pages(self) -> None:
-        """Zero the pages that `load` was told of."""
+        """Zero the pages that `load` got."""
         if len(self._loaded.zeroed):
             self._device.arena.zero_listed(self._loaded.zeroed)
 
     def run(self) -> None:
-        """Compute the step that was loaded, and start to copy what it chose to the host."""
-        device, sampler, loaded = self._device, self._device.sampler, self._loaded
+        """Compute the loaded step, and start to copy the chosen tokens to the host."""
+        device = self._device
+        sampler = self._device.sampler
+        loaded = self._loaded
         forward, sample = self._replays or (self._forward, self._sample)
         forward()
         masks = loaded.masks() if loaded.masks is not None else None
@@ -269,7 +267,7 @@ class StepProgram:
         """Wait for the oldest run that was not collected.
 
         Returns:
-            For each of its `specs` what `Sampler.sample` returns, and its masks.
+            The results of `Sampler.sample` for its `specs`, and its masks.
         """
         launched = self._launched.popleft()
         if launched.done is not None:
@@ -281,7 +279,7 @@ class StepProgram:
         return found, launched.masks
 
     def record(self, capture: Capture) -> None:
-        """Record what `run` launches, to be replayed from now on. The image must hold a step."""
+        """Record the launches of `run`, which replays them from now on. The image must have a step."""
         self._replays = capture(self._forward), capture(self._sample)
 
     def _fill(self, fields: dict[str, Int32Array], step: PackedStep) -> None:

@@ -1,4 +1,4 @@
-"""The programs of an engine: one for each bucket of decode steps, with and without adapters, and others as needed."""
+"""The programs of an engine: one for each bucket of decode steps, with and without adapters, and one per other step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manylora.engine.execution.step_program import Capture, StepDevice, StepProg
 from manylora.kernels.attention_batch import most_partials
 
 WORD_BITS = 32
-"""Tokens in a word of a mask."""
+"""Number of tokens in a word of a mask."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class StepPrograms:
     """Chooses the program of each step.
 
     Args:
-        device: What they share.
-        max_running: Most rows of a decode step.
+        device: State that the programs share.
+        max_running: Largest number of rows of a decode step.
         capture: Records programs of decode steps; None launches each kernel in every step.
     """
 
@@ -45,11 +45,11 @@ class StepPrograms:
 
     @property
     def num_recorded(self) -> int:
-        """Programs that are replayed."""
+        """Number of recorded programs."""
         return sum(program.is_recorded for program in self.decode.values())
 
     def program(self, step: PackedStep) -> StepProgram:
-        """The program that computes a step."""
+        """Choose the program for a step."""
         if not step.is_decode:
             return StepProgram(self._device, self._prompt_shape(step))
         shape = self._decode_shape(bucket_rows(step.num_rows), has_lora=bool(step.adapters))
@@ -59,7 +59,7 @@ class StepPrograms:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Have all kernels compiled, and record the programs of decode steps, the largest first."""
+        """Compile all kernels, and record the programs of decode steps, the largest first."""
         nothing = PackedStep.nothing(self._device.arena.geometry.num_groups)
         for num_rows in (self._device.max_rows, 1):
             for has_lora in (True, False):
@@ -92,7 +92,7 @@ class StepPrograms:
             return
         try:
             program.record(self._capture)
-        except RuntimeError as error:  # what torch raises where a launch cannot be recorded
+        except RuntimeError as error:  # torch cannot record a launch
             logger.warning(
                 "decode steps are launched one kernel at a time, not as CUDA graphs: %s", error
             )
@@ -134,12 +134,12 @@ def _run(program: StepProgram, step: PackedStep) -> None:
 
 
 def cuda_graphs() -> Capture:
-    """Records CUDA graphs, which share one pool of memory."""
+    """Make a `Capture` that records CUDA graphs. They share one pool of memory."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(launch: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and copy meanwhile: that is not of this capture.
+        # Other threads may allocate and copy meanwhile; this capture does not record that.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             launch()
         return graph.replay

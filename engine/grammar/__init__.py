@@ -1,4 +1,4 @@
-"""Outputs that are held to a grammar: schemas made into one, compiling beside the steps, a matcher for each request.
+"""Outputs that follow a grammar: schemas as grammars, compiling beside the steps, a matcher for each request.
 
-Only requests with a grammar bring llguidance into the process.
+The process imports llguidance only for a request with a grammar.
 """

@@ -1,6 +1,6 @@
-"""Compiles grammars in one thread, beside the steps, tenant by tenant in turns, and keeps what was compiled last.
+"""Compiles grammars in one thread beside the steps, in turns of the tenants, and keeps the last compiled ones.
 
-What is kept is each tenant's own: nobody learns from a short wait what others asked for, and a tenant that sends many
+Kept grammars belong to a tenant: nobody learns from a short wait what others asked for, and a tenant that sends many
 grammars pushes out its own first.
 """
 
@@ -21,14 +21,14 @@ from manylora.errors import ManyloraError
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 256
-"""Grammars that are kept compiled."""
+"""Largest number of compiled grammars that are kept."""
 MAX_KEPT_BYTES = 256 << 20
-"""What they take, which cannot be measured; the time that compiling took bounds it."""
+"""Largest memory of kept grammars. It cannot be measured, so the time of compiling gives an upper bound."""
 BASE_BYTES = 100 << 10
 BYTES_PER_SECOND = 200_000_000
-"""Memory that is filled in a second of compiling, at most."""
+"""Largest memory that a second of compiling fills."""
 _Key = tuple[str, str]
-"""Tenant and digest."""
+"""Tenant and digest of a grammar."""
 
 
 @dataclass(eq=False)
@@ -36,19 +36,19 @@ class _Job:
     key: _Key
     text: str
     requests: dict[str, GenerationRequest] = field(default_factory=dict)
-    """Those that wait for it."""
+    """Requests that wait for it."""
     result: Matcher | RequestError | None = None
-    """None also where nobody waited for it any more."""
+    """The result; None before the job ran, or if no request waited for it any more."""
     cost: int = 0
-    """Bytes that it takes, at most."""
+    """Upper bound of its memory in bytes."""
 
 
 class Grammars:
-    """Matchers for requests. Thread: the engine's, but for compiling.
+    """Matchers for requests. All but the compiling runs in the engine's thread.
 
     Args:
-        compiled: Makes a matcher of a grammar's text.
-        executor: One thread.
+        compiled: Compiles a grammar's text to a matcher.
+        executor: An executor with one thread.
         notify: Called by that thread when a grammar is compiled.
     """
 
@@ -63,14 +63,14 @@ class Grammars:
         self._notify = notify
         self._lock = threading.Lock()
         self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
-        """By tenant, the next to be served first."""
+        """Waiting jobs by tenant; the tenant whose turn is next comes first."""
         self._jobs: dict[_Key, _Job] = {}
         self._done: deque[_Job] = deque()
         self.kept: OrderedDict[_Key, tuple[Matcher, int]] = OrderedDict()
-        """Compiled grammars, with the bytes that each takes at most; the one used last is at the end."""
+        """Compiled grammars with their largest memory; the last used one is at the end."""
 
     def ask(self, request: GenerationRequest) -> Matcher | RequestError | None:
-        """A request's matcher, after what it generated already; None if it is to be compiled, see `take_done`."""
+        """Matcher of a request after its generated tokens; None if it must be compiled first, see `take_done`."""
         if request.grammar is None:
             raise ValueError("the request has no grammar")
         key = (request.flow.tenant, request.grammar.digest)
@@ -88,7 +88,7 @@ class Grammars:
         return None
 
     def forget(self, request: GenerationRequest) -> None:
-        """A request has ended; what only it waited for is not compiled."""
+        """Note that a request has ended. A grammar that only this request waited for is not compiled."""
         if request.grammar is None:
             return
         job = self._jobs.get((request.flow.tenant, request.grammar.digest))
@@ -96,11 +96,11 @@ class Grammars:
             job.requests.pop(request.request_id, None)
 
     def take_done(self) -> Iterator[tuple[str, Matcher | RequestError]]:
-        """Requests whose grammars were compiled since the last call, each with its matcher or what went wrong."""
+        """Requests whose grammars were compiled since the last call, each with its matcher or its error."""
         for _ in range(len(self._done)):
             job = self._done.popleft()
             result = job.result
-            if result is None and job.requests:  # of those that joined after the others left
+            if result is None and job.requests:  # requests that joined after the others left
                 self._begin(job)
                 continue
             del self._jobs[job.key]
@@ -116,7 +116,7 @@ class Grammars:
                 )
 
     def close(self) -> None:
-        """Drop what waits, and return when what is compiled is done."""
+        """Drop waiting jobs, and return when the running one is done."""
         with self._lock:
             self._queues.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
@@ -156,14 +156,12 @@ class Grammars:
 
 
 def _made(what: str, make: Callable[[], Matcher]) -> Matcher | RequestError:
-    """A matcher, or why there is none; `what` names the work in the log."""
+    """Make a matcher, or an error if that fails; `what` names the work in the log."""
     try:
         return make()
     except ManyloraError as error:
         return request_error(error)
-    except (
-        BaseException
-    ):  # a panic of llguidance is no Exception, and must end no more than this request
+    except BaseException:  # a panic of llguidance is no Exception, and must end only this request
         logger.exception("%s failed", what)
         return INTERNAL
 

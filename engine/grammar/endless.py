@@ -1,4 +1,4 @@
-"""Search for schemas that no finite value fits, because each of their values holds another of the same kind."""
+"""Search for schemas that no finite value fits, because each value must contain another value of the same kind."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_
 from manylora.errors import InvalidRequestError
 
 _Clause = tuple[Place, frozenset[Place]]
-"""A place that has a value where all these have one."""
+"""A place that has a finite value if all these places have one."""
 _TYPE: Place = ("",)
-"""Ends the place of a clause about a schema's type; no part of a schema has such a place."""
+"""Last name in the place of a clause about a schema's type. No part of a schema has such a place."""
 _ONE_MORE: Place = ("minProperties",)
-"""Ends the place of clauses about a member beyond the required ones."""
+"""Last name in the place of clauses about a member beyond the required ones."""
 _WHOLE = frozenset({"object", "array"})
 
 
 def without_endless(schema: Any, param: str) -> Any:  # noqa: ANN401 - JSON
-    """A schema that was read, with `false` for all parts that no finite value fits.
+    """Replace all parts of a read schema that no finite value fits by `false`.
 
     Raises:
         InvalidRequestError: No finite value fits the whole schema.
@@ -32,7 +32,7 @@ def without_endless(schema: Any, param: str) -> Any:  # noqa: ANN401 - JSON
 
 
 def _true_places(clauses: list[_Clause]) -> set[Place]:
-    """All places that follow from the clauses; linear in their size."""
+    """Find all places that follow from the clauses, in linear time."""
     waiting: dict[Place, list[int]] = defaultdict(list)
     missing = [len(needs) for _, needs in clauses]
     for index, (_, needs) in enumerate(clauses):
@@ -93,7 +93,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _more(schema: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
-    """Schemas for a member beyond the required ones, by their places; nothing if it may be any value."""
+    """Places of schemas for a member beyond the required ones; nothing if it may be any value."""
     required = set(schema.get("required", ()))
     yield from (
         (("properties", name),) for name in schema.get("properties", {}) if name not in required
@@ -117,7 +117,8 @@ def _first_items(schema: Mapping[str, Any]) -> Iterator[Place]:
     """Places of the members that every array has."""
     is_old = isinstance(schema.get("items"), list)
     first, rest = ("items", "additionalItems") if is_old else ("prefixItems", "items")
-    num_first, num_needed = len(schema.get(first, ())), schema.get("minItems", 0)
+    num_first = len(schema.get(first, ()))
+    num_needed = schema.get("minItems", 0)
     yield from ((first, str(index)) for index in range(min(num_first, num_needed)))
     if num_needed > num_first and rest in schema:
         yield (rest,)
@@ -141,7 +142,7 @@ def _replaced(schema: Any, place: Place, finite: set[Place]) -> Any:  # noqa: AN
 
 
 def _cause(clauses: Iterable[_Clause], finite: set[Place], param: str) -> InvalidRequestError:
-    """The refusal of a schema, at the place that leads back to where it was, or at a schema that is false."""
+    """Make the refusal of a schema, at a place of the endless circle or at a schema that is false."""
     needs_of: dict[Place, frozenset[Place]] = {}
     for place, needs in clauses:
         needs_of.setdefault(place, needs)

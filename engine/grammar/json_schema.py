@@ -1,6 +1,6 @@
-"""JSON schemas as expressions of Lark grammars, rebuilt: the options of llguidance are ours, whatever a schema says.
+"""JSON schemas as expressions of Lark grammars. A schema is rebuilt, so it cannot set options of llguidance.
 
-llguidance reads a schema as `%json {...}`; see `wide_numbers` for those that it would get wrong.
+llguidance reads a schema as `%json {...}`; see `wide_numbers` for schemas that it would read wrongly.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from manylora.engine.grammar.schema_reader import read_schema, refusal
 from manylora.engine.grammar.wide_numbers import WideNumbers
 
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Whitespace as `json.dumps` writes it, which models have read most."""
+"""Options for the whitespace of `json.dumps`, which models know best."""
 _ALWAYS = {"lenient": False, "coerce_one_of": True, "json_allowed_escapes": 'nrbtf\\"'}
-"""Without `\\u`, by which a further property could repeat the name of one that the schema has."""
+"""Options for every schema. Without `\\u` no further property can repeat the name of one in the schema."""
 _IN_LARK = re.compile(r"%json\s*(?=[{tf])")
 
 
@@ -27,16 +27,16 @@ def json_rule(
     rules: dict[str, str] | None = None,
     options: Mapping[str, object] = _OPTIONS,
 ) -> str:
-    """A JSON schema as an expression for use inside a Lark grammar.
+    """Write a JSON schema as an expression inside a Lark grammar.
 
     Args:
         schema: The schema.
-        param: Where it stands in the body.
-        rules: The other rules of the grammar by name; what the expression needs is added.
-        options: Of llguidance.
+        param: Its place in the body.
+        rules: The other rules of the grammar by name. Rules that the expression needs are added.
+        options: Options of llguidance.
 
     Raises:
-        InvalidRequestError: Not a schema, or one that cannot be held to; `param` of the error has the path.
+        InvalidRequestError: It is no schema, or answers cannot be held to it. `param` of the error has the path.
     """
     kept = without_endless(read_schema(schema, param), param)
 
@@ -54,32 +54,33 @@ def json_rule(
 def json_grammar(
     schema: object, param: str = "schema", options: Mapping[str, object] = _OPTIONS
 ) -> str:
-    """A JSON schema as a whole grammar; raises like `json_rule`."""
+    """Write a JSON schema as a whole grammar. Raises the same errors as `json_rule`."""
     rules: dict[str, str] = {}
     start = json_rule(schema, param, rules, options)
     return "\n".join((f"start: {start}", *(f"{name}: {rule}" for name, rule in rules.items())))
 
 
 def json_object_grammar() -> str:
-    """Any JSON object, as `json_grammar` has it."""
+    """Grammar of any JSON object, in the form of `json_grammar`."""
     return json_grammar({"type": "object"}, "json_object", {"whitespace_pattern": r"[ \n]{0,8}"})
 
 
 def with_schemas_read(lark: str) -> str:
-    """A grammar in Lark whose schemas, written as `%json {...}`, are read as those of `json_rule` are.
+    """Rewrite the schemas in a Lark grammar, `%json {...}`, as `json_rule` writes them.
 
     Raises:
-        InvalidRequestError: One of them is no schema, or cannot be held to.
+        InvalidRequestError: One of them is no schema, or answers cannot be held to it.
     """
     rules: dict[str, str] = {}
-    parts, end = [], 0
+    parts = []
+    end = 0
     for index, found in enumerate(_IN_LARK.finditer(lark)):
         if found.start() < end:
             continue  # inside a schema
         try:
             schema, length = json.JSONDecoder().raw_decode(lark[found.end() :])
         except (ValueError, RecursionError) as error:
-            raise refusal("After %json must stand a JSON schema.", f"grammar.{index}") from error
+            raise refusal("%json must be followed by a JSON schema.", f"grammar.{index}") from error
         parts += [lark[end : found.start()], json_rule(schema, f"grammar.{index}", rules)]
         end = found.end() + length
     return "\n".join(

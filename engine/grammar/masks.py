@@ -1,4 +1,4 @@
-"""Fills the masks of a step in a thread while the model computes; the interpreter's lock is free meanwhile."""
+"""Fills the masks of a step in a thread while the model computes, without the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMasks:
-    """Which tokens may come next, for the chunks of a step that have a grammar."""
+    """Tokens that may come next, for the chunks of a step with a grammar."""
 
     chunks: list[int]
-    """Places in the plan."""
+    """Places of these chunks in the plan."""
     bits: torch.Tensor
-    """[chunks, words], int32, on the CPU: bit t % 32 of word t // 32 is token t. Overwritten in the next step."""
+    """[chunks, words], int32, on the CPU: bit t % 32 of word t // 32 is token t. The next step overwrites it."""
     failures: dict[int, RequestError]
-    """Why a chunk can have no token; its mask allows nothing."""
+    """Errors of chunks that can have no token, by place in the plan. Their masks allow nothing."""
 
 
 class Masks:
-    """One buffer for the masks of all steps. Wait for the result of `begin` before you call it again."""
+    """Buffer for the masks of all steps. Wait for the result of `begin` before the next call."""
 
     def __init__(self) -> None:
         self._bits = np.zeros((0, 0), dtype=np.int32)
@@ -49,10 +49,10 @@ class Masks:
         """Begin to fill the masks of a step.
 
         Args:
-            matchers: With their chunks' places in the plan; nothing else may use them until the result is there.
+            matchers: Matchers with the places of their chunks in the plan. Nothing else may use them before the result.
         """
         if self._filling is not None:
-            self._filling.exception()  # of a step that failed before it asked
+            self._filling.exception()  # the step may have failed before it asked for the masks
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._filling = self._thread.submit(self._fill, matchers)
@@ -64,7 +64,8 @@ class Masks:
             self._thread.shutdown()
 
     def _fill(self, matchers: Sequence[tuple[int, Matcher]]) -> StepMasks:
-        num_rows, num_words = len(matchers), matchers[0][1].num_words
+        num_rows = len(matchers)
+        num_words = matchers[0][1].num_words
         if len(self._bits) < num_rows or self._bits.shape[1] != num_words:
             self._bits = np.zeros((num_rows, num_words), dtype=np.int32)
         bits = self._bits[:num_rows]
@@ -72,7 +73,9 @@ class Masks:
         failures = {}
         for row, (chunk, matcher) in enumerate(matchers):
             if (error := matcher.error()) is not None:
-                bits[row] = 0  # it says that the output ends here, which would look like an answer
+                bits[row] = (
+                    0  # a broken matcher allows the end of the output, which would look like an answer
+                )
                 failures[chunk] = error
             elif not bits[row].any():
                 failures[chunk] = GRAMMAR_DEAD_END
@@ -93,7 +96,8 @@ class Masks:
         if self._executor is None:
             self._executor = LLExecutor(1)
         jobs = [(matcher.parser, row) for row, (_, matcher) in enumerate(matchers)]
-        started_s, was_slow = time.perf_counter(), self._was_slow
+        started_s = time.perf_counter()
+        was_slow = self._was_slow
         if not was_slow:
             try:
                 self._executor.unsafe_compute_mask_ptr(
@@ -102,7 +106,7 @@ class Masks:
             except BaseException:  # a panic of llguidance is no Exception
                 logger.exception("the masks of a step failed; they are made one by one")
                 was_slow = True
-        if was_slow:  # to see which
+        if was_slow:  # find the slow one
             for row, (_, matcher) in enumerate(matchers):
                 matcher.fill(bits[row].ctypes.data)
         self._was_slow = time.perf_counter() - started_s > SLOW_S

@@ -1,4 +1,4 @@
-"""One output's place in its grammar. llguidance knows grammars; here are its limits and what can go wrong."""
+"""Place of an output in its grammar: limits and errors around the matchers of llguidance."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PARSER_LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2_000,  # an object takes four for each property that may be left out
+    "max_items_in_row": 2_000,  # an object takes four for each optional property
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 5_000,  # any JSON object takes more than 3,000 where tokens hold several marks
+    "step_max_items": 5_000,  # any JSON object takes more than 3,000 if tokens contain several marks
     "max_lexer_states": 250_000,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
 }
-"""What a grammar may cost. A mask then takes 5 ms at worst and usually 0.03 ms. The lexer's states are counted over
-all copies of a matcher, which share them: an answer of 7,900 characters makes some 75,000."""
+"""Limits of a grammar's cost. A mask then takes at most 5 ms and usually 0.03 ms. All copies of a matcher share the
+states of the lexer: an answer of 7,900 characters makes some 75,000."""
 MAX_SHARED_TOKENS = 4096
-"""Tokens that the copies of one matcher take before it is worn out."""
+"""Tokens that the copies of a matcher may take before it is worn out."""
 BYTES_PER_TOKEN = 8192
-"""What the lexer that copies share grows by for a token, mostly; hostile patterns make it three times as much."""
+"""Usual growth of the shared lexer for a token, in bytes. Hostile patterns make it three times as large."""
 SLOW_S = 0.005
-"""CPU seconds of a mask or a token above which it counts against the output."""
+"""A mask or a token that takes more CPU seconds is slow."""
 MAX_SLOW = 40
-"""A slow one counts 4, any other takes 1 off; above this an output ends, because all others wait for it."""
+"""Largest count of slow masks and tokens. A slow one adds 4, any other takes 1 off. Above it the output ends, because
+all other outputs wait for it."""
 WORD_BITS = 32
 ONLY_SCHEMA = "start: %json "
-"""How a grammar begins that is nothing but a JSON schema."""
+"""Start of a grammar that is only a JSON schema."""
 
 
 class GrammarTokens:
-    """The model's tokens as grammars see them; read when they are first asked for.
+    """Tokens of the model for llguidance. They are read at the first use.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         eos_token_ids: Tokens that end an output.
     """
 
@@ -58,17 +59,17 @@ class GrammarTokens:
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """Of llguidance.
+        """Tokenizer of llguidance.
 
         Raises:
-            InvalidRequestError: Grammars do not know this kind of tokenizer, or nothing ends an output.
+            InvalidRequestError: llguidance does not know this kind of tokenizer, or no token ends an output.
         """
         if isinstance(self._made, InvalidRequestError):
             raise self._made.with_traceback(None)
         return self._made
 
     def prepare(self) -> None:
-        """Make the tokenizer, if there can be one. Holds the interpreter's lock: 1.3 s with 151,000 tokens."""
+        """Make the tokenizer, if it is possible. It holds the interpreter's lock, for 1.3 s with 151,000 tokens."""
         _ = self._made
 
     @cached_property
@@ -93,7 +94,7 @@ class GrammarTokens:
             return InvalidRequestError(message, code="grammar_unsupported")
 
     def compile(self, text: str) -> Matcher:
-        """A matcher at the start of a grammar; others are copied from it.
+        """Make a matcher at the start of a grammar. Requests get copies of it.
 
         Raises:
             InvalidRequestError: It is no grammar, or costs too much.
@@ -109,7 +110,7 @@ class GrammarTokens:
 
 
 def compiled_parser(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """At the start of a grammar, or in error; what the first mask takes to find out is known to its copies."""
+    """Make a parser at the start of a grammar, or in error. It computes the first mask, so its copies start fast."""
     from llguidance import LLMatcher, LLParserLimits
 
     parser = LLMatcher(
@@ -121,34 +122,34 @@ def compiled_parser(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def _source(text: str) -> str:
-    """A grammar for llguidance. Its reader of Lark takes 0.5 ms to start, like a small schema: it is passed by."""
+    """Write a grammar for llguidance. A plain schema skips the reader of Lark, which takes 0.5 ms to start."""
     if not text.startswith(ONLY_SCHEMA):
         return text
     schema = text.removeprefix(ONLY_SCHEMA)
     try:
         json.loads(schema)
-    except (ValueError, RecursionError):  # more stands after it
+    except (ValueError, RecursionError):  # the grammar has more than the schema
         return text
     return f'{{"grammars": [{{"json_schema": {schema}}}]}}'
 
 
 @dataclass(slots=True)
 class Wear:
-    """What copies of one matcher did to the lexer that they share."""
+    """Use of the lexer that all copies of a matcher share."""
 
     num_tokens: int = 0
     is_broken: bool = False
-    """One of them is in error. If the lexer is full, all are soon."""
+    """True if a copy is in error. If the lexer is full, all copies soon are."""
 
 
 class Matcher:
-    """Says which tokens may come next, and takes the one that did. Not thread-safe.
+    """Tells the tokens that may come next, and takes the chosen one. Not thread-safe.
 
     Args:
-        parser: At its place in the grammar.
-        tokenizer: What its tokens are.
+        parser: Parser of llguidance at its place in the grammar.
+        tokenizer: Tokenizer of llguidance.
         stop_token_ids: Tokens that may end the output besides those of the model.
-        wear: Of the matcher that it is a copy of.
+        wear: Wear of the matcher that it is a copy of.
     """
 
     def __init__(
@@ -169,36 +170,36 @@ class Matcher:
 
     @property
     def num_words(self) -> int:
-        """Words of 32 bits that a mask has."""
+        """Number of 32-bit words in a mask."""
         return -(-self._tokenizer.vocab_size // WORD_BITS)
 
     @property
     def is_done(self) -> bool:
-        """Whether the output is complete, and nothing can be added."""
+        """True if the output is complete and nothing can follow."""
         return self.error() is None and self.parser.is_stopped()
 
     @property
     def is_worn(self) -> bool:
-        """Whether no more copies are to be made: the lexer that they share is broken, or has grown enough."""
+        """True if no more copies may be made, because the shared lexer is broken or has grown too much."""
         return self.wear.is_broken or self.wear.num_tokens >= MAX_SHARED_TOKENS
 
     def error(self) -> RequestError | None:
-        """Why it cannot go on, or None. Copies that share its lexer learn of it."""
+        """Reason why it cannot go on; None if it can. Copies with the same lexer share it."""
         if self._error is None and self.parser.is_error():
             self._error = GRAMMAR_TOO_COMPLEX
         self.wear.is_broken |= self._error is not None
         return self._error
 
     def fill(self, address: int) -> None:
-        """Write the mask there; see `error`."""
+        """Write the mask to this address; see `error`."""
         self._run(self.parser.unsafe_compute_mask_ptr, address, self.num_words * WORD_BITS // 8)
 
     def copy(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
-        """Another matcher at the same place."""
+        """Make another matcher at the same place."""
         return Matcher(self.parser.deep_copy(), self._tokenizer, stop_token_ids, self.wear)
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """Go on by these tokens; False if they cannot be, after which the matcher is of no use: see `error`."""
+        """Take these tokens; False if the grammar does not allow them. The matcher is useless then, see `error`."""
         self.wear.num_tokens += len(token_ids)
         self._run(self.parser.consume_tokens, list(token_ids))
         return self.error() is None
@@ -211,7 +212,7 @@ class Matcher:
             raise
         except (
             BaseException
-        ):  # a panic of llguidance is no Exception, and must end no more than this output
+        ):  # a panic of llguidance is no Exception, and must end only this output
             logger.exception("following a grammar failed")
             self._error = INTERNAL
         self._num_slow = max(
@@ -221,5 +222,5 @@ class Matcher:
             self._error = GRAMMAR_TOO_COMPLEX
 
     def end_tokens(self) -> list[int]:
-        """Tokens that may end the output here besides those of the model."""
+        """Tokens that may end the output here, besides those of the model."""
         return self._stop_token_ids if self._stop_token_ids and self.parser.is_accepting() else []

@@ -1,4 +1,4 @@
-"""Errors of grammars in Manylora's words: what llguidance says names its own parts and quotes our grammar."""
+"""Errors of grammars in Manylora's words. Messages of llguidance name its own parts and quote our grammar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOO_COMPLEX = (
     "it takes too long to read. Use fewer properties, alternatives and allOf, and simpler patterns"
 )
 _Texts = Sequence[tuple[str, str]]
-"""Regular expressions for what llguidance says, each with what it means; the first one that is found counts."""
+"""Regular expressions for messages of llguidance, each with its meaning. The first match counts."""
 
 _OF_PATTERNS: _Texts = (
     (r"look-?around", "look-ahead and look-behind are not taken in regular expressions"),
@@ -78,23 +78,23 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\)")
 
 
 def schema_problem(raw: str) -> str:
-    """Name what is wrong with a schema of which llguidance says this."""
-    return _told(raw, _OF_SCHEMAS) or "answers cannot be held to it"
+    """Translate a message of llguidance about a schema."""
+    return _translated(raw, _OF_SCHEMAS) or "answers cannot be held to it"
 
 
 def grammar_problem(raw: str, *, has_lines: bool = True) -> str:
-    """Name what is wrong with a client's grammar or pattern of which llguidance says this.
+    """Translate a message of llguidance about a client's grammar or pattern.
 
     Args:
-        raw: What it says.
-        has_lines: Whether the client wrote the lines that it counts.
+        raw: The message.
+        has_lines: True if the client wrote the lines that the message counts.
     """
-    told = _told(raw, _OF_GRAMMARS) or "it cannot be read"
+    problem = _translated(raw, _OF_GRAMMARS) or "it cannot be read"
     place = _PLACE.match(raw) if has_lines else None
-    return told if place is None else f"line {place[1]}, column {place[2]}: {told}"
+    return problem if place is None else f"line {place[1]}, column {place[2]}: {problem}"
 
 
-def _told(raw: str, texts: _Texts) -> str | None:
+def _translated(raw: str, texts: _Texts) -> str | None:
     head = raw.partition("\n   1 |")[0].partition("\n<state>")[0].partition("<backtrace>")[0]
     for pattern, meaning in texts:
         if (found := re.search(pattern, head)) is not None:

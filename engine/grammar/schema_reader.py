@@ -1,6 +1,6 @@
-"""Reader of JSON schemas: keeps the rules of a schema without its notes, and refuses what no answer can be held to.
+"""Reader of JSON schemas: keeps the rules of a schema without its notes, and refuses rules that cannot be enforced.
 
-llguidance computes with floats and is silent about some of what it gets wrong, so every value is checked here. Each
+llguidance computes with floats and reads some schemas wrongly without an error, so every value is checked here. Each
 refusal names the place in the schema.
 """
 
@@ -12,18 +12,19 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from manylora.engine.grammar.string_patterns import ControlCharacterError, held_pattern
 from manylora.errors import InvalidRequestError
 
 MAX_SCHEMA_DEPTH = 64
-"""Schemas within one another."""
+"""Largest depth of nested schemas."""
 MAX_VALUE_DEPTH = 64
-"""Lists and objects within one another in `const` and `enum`."""
+"""Largest depth of nested lists and objects in `const` and `enum`."""
 MAX_REMAINDERS = 10_000
 """Largest product of all `multipleOf` of a schema; beyond it, compiling takes seconds."""
 MAX_EXPONENT = 30
 LARGEST_BOUND = 10**320
 MAX_COUNT = 2**53
-"""Bound of lengths and counts."""
+"""Largest length or count."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 Place = tuple[str, ...]
@@ -54,21 +55,21 @@ _RULES = frozenset(
 )
 _NOTES = frozenset(
     {
-        *(
-            "title",
-            "description",
-            "default",
-            "example",
-            "examples",
-            "deprecated",
-            "readOnly",
-            "writeOnly",
-            "$comment",
-        ),
-        *("discriminator", "contentEncoding", "contentMediaType"),
+        "title",
+        "description",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "discriminator",
+        "contentEncoding",
+        "contentMediaType",
     }
 )
-"""Keywords that change nothing; as are all that begin with `x-`."""
+"""Keywords without effect. All that begin with `x-` have none either."""
 _AT_ROOT = frozenset({"$schema", "$id"})
 
 _LEAP_DAY = r"([0-9][0-9](0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"
@@ -80,19 +81,19 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
     "hostname": {"maxLength": 253},
     **{name: {} for name in ("duration", "email", "ipv4", "ipv6", "uuid", "uri")},
 }
-"""Formats of strings that llguidance knows, each with what it does not: leap years, leap seconds, lengths. Any other
-format constrains nothing, as JSON Schema has it."""
+"""Formats of strings that llguidance knows, each with the rules that it lacks: leap years, leap seconds, lengths. Any
+other format has no effect, as in JSON Schema."""
 
 
 def read_schema(schema: object, param: str) -> Any:  # noqa: ANN401 - JSON
-    """A schema without its notes.
+    """Check a schema and remove its notes.
 
     Args:
-        schema: As a client sent it.
-        param: Where it stands in the body.
+        schema: The schema as a client sent it.
+        param: Its place in the body.
 
     Raises:
-        InvalidRequestError: Not a schema, or one that no answer can be held to; `param` of the error has the place.
+        InvalidRequestError: It is no schema, or answers cannot be held to it. `param` of the error has the place.
     """
     reader = _Reader()
     kept = reader.kept(schema, param)
@@ -114,7 +115,7 @@ def place_of(reference: str) -> Place:
 
 
 def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
-    """Schemas directly within a schema that was read, each with its place in it."""
+    """Schemas directly inside a read schema, each with its place in it."""
     for name, value in schema.items():
         if name in _HOLD_NAMED:
             yield from (((name, key), each) for key, each in value.items())
@@ -129,13 +130,13 @@ class _Reader:
 
     def __init__(self) -> None:
         self._places: set[Place] = set()
-        """Where schemas were read, which are what references may name."""
+        """Places of the read schemas, which references may name."""
         self._references: list[tuple[str, str]] = []
-        """Each with its path."""
+        """References, each with its path."""
         self._num_remainders = 0
 
     def check_references(self) -> None:
-        """Refuse a reference to what was not read as a schema, and so is unchecked."""
+        """Refuse a reference to a place that was not read as a schema, and so is unchecked."""
         for reference, path in self._references:
             if place_of(reference) not in self._places:
                 raise refusal(
@@ -143,7 +144,7 @@ class _Reader:
                 )
 
     def kept(self, schema: object, path: str, depth: int = 0, place: Place = ()) -> Any:  # noqa: ANN401 - JSON
-        """A schema without its notes."""
+        """Check a schema and its parts, and remove the notes."""
         self._places.add(place)
         if isinstance(schema, bool):
             return schema
@@ -184,6 +185,9 @@ class _Reader:
         if name in _HOLD_NAMED:
             if not isinstance(value, dict):
                 raise refusal(f"{name} must be an object of schemas.", path)
+            if name == "patternProperties":
+                for key in value:
+                    _pattern(key, f"{path}.{key}")
             return {
                 key: self.kept(each, f"{path}.{key}", depth, (*place, key))
                 for key, each in value.items()
@@ -195,7 +199,7 @@ class _Reader:
         )
 
     def _plain(self, name: str, value: object, path: str) -> object:
-        """The value of a keyword that holds no schemas."""
+        """Check the value of a keyword without schemas in it."""
         if name in _COUNTS:
             return _count(name, value, path)
         if name in _BOUNDS and not (type(value) in (int, float) and abs(value) < LARGEST_BOUND):  # type: ignore[arg-type]
@@ -206,6 +210,8 @@ class _Reader:
             self._check_multiple(value, path)
         elif name == "$ref":
             self._check_reference(str(value), path)
+        elif name == "pattern":
+            return _pattern(str(value), path)
         elif name in _CHECKS:
             _CHECKS[name](value, path)
         return value
@@ -229,8 +235,19 @@ class _Reader:
             )
 
 
+def _pattern(pattern: str, path: str) -> str:
+    try:
+        return held_pattern(pattern)
+    except ControlCharacterError as error:
+        message = (
+            "Answers cannot be held to a pattern that asks for a control character other than "
+            "\\b, \\f, \\n, \\r and \\t. Leave it out, or list the texts in enum."
+        )
+        raise refusal(message, path) from error
+
+
 def num_remainders(value: object) -> int:
-    """States that telling multiples apart takes: 25 for 2.5 and for 25, 2500 for 2500."""
+    """Number of states that multiples of a number take: 25 for 2.5 and for 25, 2500 for 2500."""
     number = Decimal(str(value))
     if abs(number.adjusted()) > MAX_EXPONENT:
         return MAX_REMAINDERS + 1
@@ -239,8 +256,9 @@ def num_remainders(value: object) -> int:
 
 
 def _is_exact_decimal(value: object) -> bool:
-    """True if a number stays exact where llguidance makes it whole by floats: 0.07 does not."""
-    scaled, decimals = float(str(value)), 0
+    """True if a number stays exact when llguidance scales it to a whole number with floats; 0.07 does not."""
+    scaled = float(str(value))
+    decimals = 0
     while scaled % 1:
         scaled *= 10
         decimals += 1
@@ -296,7 +314,7 @@ _CHECKS: Mapping[str, Callable[[object, str], None]] = {
 
 
 def _check_range(schema: dict[str, Any], path: str) -> None:
-    """Refuse the one kind of range that llguidance gets wrong: it would allow the bound that is excluded."""
+    """Refuse the one kind of range that llguidance reads wrongly: it would allow the excluded bound."""
     if (
         not ("exclusiveMinimum" in schema or "exclusiveMaximum" in schema)
         or schema.get("type") == "integer"
@@ -315,14 +333,14 @@ def _check_range(schema: dict[str, Any], path: str) -> None:
 
 
 def _check_min_properties(schema: dict[str, Any], path: str) -> None:
-    """Refuse a count that an answer could reach by writing one name twice."""
+    """Refuse a count that an answer could reach by repeating a name."""
     if schema.get("minProperties", 0) > len(set(schema.get("required", ()))) + 1:
         message = "Answers can be held to one property more than required has. Name more of them in required."
         raise refusal(message, f"{path}.minProperties")
 
 
 def _with_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose format is one that answers can be held to, with what else is to be said of it."""
+    """Add to a schema the rules that llguidance lacks for its format; drop an unknown format."""
     if "format" not in schema:
         return schema
     further = FORMATS.get(schema["format"])

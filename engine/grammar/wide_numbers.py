@@ -1,28 +1,28 @@
 """Grammar of JSON schemas with values that llguidance would change.
 
-It rounds numbers beyond what a float tells apart, and drops control characters from `const` and `enum`. What holds such
-a value is written as rules of Lark, down to the value, and everything beside it stays a schema. The text is the one
-that llguidance would allow: properties in their order, separators as `json.dumps` has them.
+llguidance rounds numbers that a float cannot tell apart, and drops control characters from `const` and `enum`. A schema
+that contains such a value is written as rules of Lark, down to the value; everything beside it stays a schema. The
+allowed text is that of llguidance: properties in their order, separators as `json.dumps` writes them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
 from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
+from manylora.engine.grammar.string_patterns import WITHOUT_ESCAPE
 from manylora.errors import InvalidRequestError
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""A larger grammar is refused; it is not written to its end, for a schema could say much in few words."""
+"""Largest grammar. Writing stops there, because a small schema may make a huge grammar."""
 LARGEST_EXACT = 2**53 - 1
-"""Up to here, a float and its neighbours are told apart."""
+"""Largest whole number that a float tells apart from its neighbours."""
 _SAFE = 10**15
-"""Where a range of numbers is cut: within, they may have decimals; beyond, they are whole."""
+"""Numbers up to this may have decimals; larger ones are whole."""
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _OF_TYPE: Mapping[str, frozenset[str]] = {
@@ -37,8 +37,6 @@ _NUMBERS = (*_LOWER, *_UPPER, "const", "enum")
 _ALONE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 _SHARED = ("$defs", "definitions")
 _UNTOLD = frozenset({*_SHARED, "$schema", "$id"})
-_DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters for which there is no escape but `\\u`."""
 _NAME = r'"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"'
 
 
@@ -46,10 +44,10 @@ class WideNumbers:
     """Writes the rules of one schema.
 
     Args:
-        root: As it was read.
-        param: Where it stands in the body.
-        rules: Where the rules go, by name.
-        plain: Makes an expression of a schema that holds no such number.
+        root: The schema as it was read.
+        param: Its place in the body.
+        rules: Gets the rules by name.
+        plain: Makes an expression of a schema without such values.
     """
 
     def __init__(
@@ -64,20 +62,20 @@ class WideNumbers:
         self._rules = rules
         self._write_plain = plain
         self._num_written = 0
-        """Characters of expressions that hold no other."""
+        """Number of characters of all expressions without parts."""
         self._of_places: dict[Place, str] = {}
-        """Rules of what `$ref` names."""
+        """Rules of the places that `$ref` names."""
         self._ends: dict[Place, Any] = {}
-        """Schemas that are found by `$ref` from a place."""
+        """Schemas at the end of the `$ref`s of a place."""
         self._unwritten: list[Place] = []
-        """Places whose rules have names, and no text yet."""
+        """Places whose rules have names but no text yet."""
 
     def expression(self) -> str | None:
-        """An expression for the whole schema; None where llguidance needs no help."""
+        """Expression for the whole schema; None if llguidance can read it itself."""
         if () not in self._wide_places:
             return None
         found = self._value(self._root, ())
-        for target in self._unwritten:  # which grows meanwhile
+        for target in self._unwritten:  # the list grows meanwhile
             self._rules[self._of_places[target]] = self._value(self._schemas[target], target)
         return found
 
@@ -94,7 +92,7 @@ class WideNumbers:
 
     @cached_property
     def _wide_places(self) -> set[Place]:
-        """Places of schemas that hold or lead to a wide number."""
+        """Places of schemas with a wide value, or with a part or reference that leads to one."""
         above: dict[Place, list[Place]] = {}
         found: set[Place] = set()
         pending: list[Place] = []
@@ -123,10 +121,10 @@ class WideNumbers:
         return self._counted(self._write_plain(schema))
 
     def _counted(self, text: str) -> str:
-        """An expression that holds no other.
+        """Count an expression without parts, and return it.
 
         Raises:
-            InvalidRequestError: All of them together are too long.
+            InvalidRequestError: All expressions together are too long.
         """
         self._num_written += len(text)
         if self._num_written > MAX_GRAMMAR_BYTES:
@@ -135,7 +133,7 @@ class WideNumbers:
         return text
 
     def _value(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
-        """An expression for a value that fits a schema."""
+        """Expression for a value that fits a schema."""
         if place not in self._wide_places:
             return self._leaf(schema, place)
         keywords = schema.keys() - _UNTOLD
@@ -152,7 +150,7 @@ class WideNumbers:
         return _any_of([self._of_type(kind, schema, place) for kind in kinds])
 
     def _repeats_type(self, schema: Mapping[str, Any], place: Place, keywords: Set[str]) -> bool:
-        """True if what stands beside `anyOf` or `oneOf` is a type that each of its schemas has too."""
+        """True if the only keyword beside `anyOf` or `oneOf` is a type that each of its schemas has too."""
         name = next(iter(keywords - {"type"}))
         if len(keywords) > 2 or "type" not in keywords or name not in ("anyOf", "oneOf"):
             return False
@@ -163,14 +161,16 @@ class WideNumbers:
         )
 
     def _named_by(self, place: Place) -> Any:  # noqa: ANN401 - JSON
-        """A schema, or what its `$ref` names in the end."""
+        """A schema, or the schema at the end of its `$ref`s."""
         way = [place]
         while way[-1] not in self._ends:
             schema = self._schemas[way[-1]]
             if not _is_object(schema) or schema.keys() - _UNTOLD != {"$ref"}:
                 self._ends[way[-1]] = schema
                 break
-            way.append(place_of(schema["$ref"]))  # which leads to no circle: it has an end
+            way.append(
+                place_of(schema["$ref"])
+            )  # references in circles were refused, so there is an end
         self._ends |= dict.fromkeys(way, self._ends[way[-1]])
         return self._ends[place]
 
@@ -197,7 +197,7 @@ class WideNumbers:
         return name
 
     def _leaf(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
-        """A schema without wide numbers, with the definitions that it needs."""
+        """Expression for a schema without wide values, with the definitions that it needs."""
         if not isinstance(schema, dict):
             return self._plain(schema)
         own = {name: value for name, value in schema.items() if name not in _UNTOLD}
@@ -209,7 +209,7 @@ class WideNumbers:
         return self._plain({**own, **shared})
 
     def _definitions(self, places: Sequence[Place]) -> list[tuple[str, str]]:
-        """The definitions that schemas lead to, in order."""
+        """Definitions that schemas refer to, in order."""
         found: dict[tuple[str, str], None] = {}
         pending = list(places)
         for each in pending:
@@ -305,7 +305,7 @@ class WideNumbers:
         return self._members(members, own.get("required", ()), further)
 
     def _joined_objects(self, place: Place) -> str:
-        """An object that several schemas describe, each by properties of its own."""
+        """Expression for an object that several schemas describe, each with properties of its own."""
         members: dict[str, tuple[Any, Place]] = {}
         required: list[str] = []
         kinds = set()
@@ -332,7 +332,7 @@ class WideNumbers:
         )
 
     def _joined(self, place: Place) -> Iterator[tuple[Mapping[str, Any], Place]]:
-        """A schema and those that it joins with, each once, by `allOf` and by what its `$ref` names."""
+        """A schema and those that `allOf` and `$ref` join it with, each once."""
         seen: set[Place] = set()
         pending = [place]
         while pending:
@@ -358,7 +358,7 @@ class WideNumbers:
         required: Sequence[str],
         further: tuple[Any, Place],
     ) -> str:
-        """An object with these members, each with its place, and further ones."""
+        """Expression for an object with these members, each with its place, and further ones."""
         pairs = []
         for name in dict.fromkeys((*members, *required)):
             each, place = members.get(name, further)
@@ -388,7 +388,8 @@ class WideNumbers:
     def _array(self, own: Mapping[str, Any], place: Place) -> str:
         is_old = isinstance(own.get("items"), list)
         first, rest = ("items", "additionalItems") if is_old else ("prefixItems", "items")
-        least, most = own.get("minItems", 0), own.get("maxItems", math.inf)
+        least = own.get("minItems", 0)
+        most = own.get("maxItems", math.inf)
         items = [
             self._value(each, (*place, first, str(index)))
             for index, each in enumerate(own.get(first, ()))
@@ -418,14 +419,14 @@ class WideNumbers:
 def in_order(
     rules: dict[str, str], name: str, pairs: Sequence[tuple[str, bool]], comma: str, more: str = ""
 ) -> str:
-    """A rule for all parts that are required and any of the others, in order.
+    """Write a rule for all required parts and any of the others, in order.
 
     Args:
-        rules: Where the rules go.
-        name: What their names begin with.
-        pairs: Each part's expression, and whether it is required.
-        comma: An expression for what stands between parts.
-        more: An expression that any number of parts after these fit; empty for none.
+        rules: Gets the rules.
+        name: Beginning of their names.
+        pairs: Expression of each part, and whether it is required.
+        comma: Expression between parts.
+        more: Expression for any number of further parts; empty for none.
     """
     rules[f"{name}_first_{len(pairs)}"] = f"({more} ({comma} {more})*)?" if more else '""'
     rules[f"{name}_next_{len(pairs)}"] = f"({comma} {more})*" if more else '""'
@@ -444,16 +445,16 @@ def _is_object(schema: object) -> bool:
 
 
 def _is_wide(value: object) -> bool:
-    """True if a value is or holds a number that a float may not tell from its neighbours, or a control character."""
+    """True if a value is or contains a number that a float may round, or a control character."""
     if isinstance(value, str):
-        return _DROPPED.search(value) is not None
+        return WITHOUT_ESCAPE.search(value) is not None
     if isinstance(value, dict | list):
         return any(map(_is_wide, value.values() if isinstance(value, dict) else value))
     return type(value) in (int, float) and abs(value) > LARGEST_EXACT  # type: ignore[arg-type]
 
 
 def _kind(value: object) -> set[str]:
-    """Types that a JSON value is of."""
+    """Types of a JSON value."""
     if isinstance(value, bool) or value is None:
         return {"null" if value is None else "boolean"}
     if isinstance(value, int | float):
@@ -468,7 +469,7 @@ def _written(value: object) -> str:
 
 
 def _whole(value: object) -> object:
-    """A value with its whole numbers as such: 1e22 by all its digits."""
+    """Turn whole floats in a value into integers: 1e22 gets all its digits."""
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -477,7 +478,7 @@ def _whole(value: object) -> object:
 
 
 def _quoted(text: str) -> str:
-    """A string of a Lark grammar."""
+    """Write a string of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
@@ -500,7 +501,7 @@ def _least(value: int | None, other: int) -> int:
 
 
 def _whole_range(own: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The least and the largest whole number that bounds allow."""
+    """Least and largest whole number that bounds allow."""
     lows = [math.ceil(own["minimum"])] if "minimum" in own else []
     lows += [math.floor(own["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in own else []
     highs = [math.floor(own["maximum"])] if "maximum" in own else []
@@ -509,7 +510,7 @@ def _whole_range(own: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _whole_numbers(low: int | None, high: int | None) -> str:
-    """A regular expression for the whole numbers of a range; empty where there is none."""
+    """Regular expression for the whole numbers of a range; empty if there is none."""
     if low is not None and high is not None and low > high:
         return ""
     options = []
@@ -523,12 +524,14 @@ def _whole_numbers(low: int | None, high: int | None) -> str:
 
 
 def _digits(low: int, high: int | None) -> str:
-    """A regular expression for the whole numbers from `low`, which is not negative, to `high`."""
-    first, last = str(low), "" if high is None else str(high)
+    """Regular expression for the whole numbers from `low`, which is not negative, to `high`."""
+    first = str(low)
+    last = "" if high is None else str(high)
     if len(first) == len(last):
         return "|".join(_between(first, last))
     longer = [] if high is None else list(_between("1" + "0" * (len(last) - 1), last))
-    shortest, longest = len(first) + 1, "" if high is None else len(last) - 1
+    shortest = len(first) + 1
+    longest = "" if high is None else len(last) - 1
     if high is None or shortest <= int(longest):
         longer.append(f"[1-9][0-9]{{{shortest - 1},{'' if high is None else int(longest) - 1}}}")
     return "|".join([*_between(first, "9" * len(first)), *longer])
@@ -543,10 +546,12 @@ def _between(low: str, high: str) -> Iterator[str]:
         yield from (low[0] + rest for rest in _between(low[1:], high[1:]))
         return
     size = len(low) - 1
-    is_low_whole, is_high_whole = low[1:] == "0" * size, high[1:] == "9" * size
+    is_low_whole = low[1:] == "0" * size
+    is_high_whole = high[1:] == "9" * size
     if not is_low_whole:
         yield from (low[0] + rest for rest in _between(low[1:], "9" * size))
-    start, end = int(low[0]) + (not is_low_whole), int(high[0]) - (not is_high_whole)
+    start = int(low[0]) + (not is_low_whole)
+    end = int(high[0]) - (not is_high_whole)
     if start <= end:
         yield f"[{start}-{end}]" + (f"[0-9]{{{size}}}" if size else "")
     if not is_high_whole:

@@ -1,4 +1,4 @@
-"""Typed reading of a `config.json` that remembers which keys were read, so that none is silently ignored."""
+"""Typed reading of a `config.json`. It remembers the keys that were read, so that no key is silently ignored."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from manylora.errors import ConfigError
 
 T = TypeVar("T")
 MAX_INTEGER = 1 << 31
-"""Largest whole number that a config may hold; no size of a model comes near."""
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e15
+"""Largest whole number that a config may have; every size of a model is far smaller."""
+MIN_NUMBER = 1e-30
+MAX_NUMBER = 1e15
 HARMLESS_PREFIXES = ("_", "unsloth")
 """Keys with these prefixes are notes of tools."""
 
 MAX_SHOWN = 200
-"""Characters of a key or value in a message."""
+"""Largest number of characters of a key or value in a message."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def shown(value: object) -> str:
-    """A value of a file for a message: on one line, however large it is."""
+    """A value of a file for a message: one line, cut if it is long."""
     return _SHORT.repr(value)[:MAX_SHOWN]
 
 
@@ -30,9 +31,9 @@ class ConfigFields:
     """The keys of one JSON object.
 
     Args:
-        given: The object as the file has it; a null counts as absent.
+        given: The object as the file has it. A null counts as absent.
         defaults: Values for absent keys.
-        prefix: Written before key names in messages, for a nested object.
+        prefix: Text before key names in messages, for a nested object.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ConfigFields:
         return value
 
     def optional_integer(self, key: str) -> int | None:
-        """A whole number of at least 1, or None where the file says null; absent takes the architecture's default."""
+        """A whole number of at least 1; None if the file has null. An absent key takes the architecture's default."""
         self._read.add(key)
         if key in self._given and self._given[key] is None:
             return None
@@ -78,7 +79,7 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A number above 0, or None where absent."""
+        """A number above 0; None if absent."""
         self._read.add(key)
         return None if self._given.get(key) is None else self.number(key)
 
@@ -90,22 +91,22 @@ class ConfigFields:
         return value
 
     def text(self, key: str) -> str | None:
-        """A string, or None where absent."""
+        """A string; None if absent."""
         return self._optional(key, str, "a string")
 
     def texts(self, key: str) -> list[str] | None:
-        """A list of strings, or None where absent."""
+        """A list of strings; None if absent."""
         value = self._optional(key, list, "a list of strings")
         if not all(isinstance(item, str) for item in value or []):
             raise self.error(key, f"expected a list of strings, got {shown(value)}")
         return value
 
     def nested(self, key: str) -> dict[str, Any]:
-        """A JSON object, empty where absent."""
+        """A JSON object; empty if absent."""
         return self._optional(key, dict, "an object") or {}
 
     def pair(self, key: str) -> tuple[int, int] | None:
-        """Two whole numbers of at least 1, or None where absent."""
+        """Two whole numbers of at least 1; None if absent."""
         match self._optional(key, list, "two whole numbers"):
             case None:
                 return None
@@ -116,7 +117,7 @@ class ConfigFields:
         raise self.error(key, f"expected two whole numbers >= 1, got {shown(self._given[key])}")
 
     def within(self, key: str) -> ConfigFields:
-        """The fields of a nested object, which has none where it is absent."""
+        """Fields of a nested object; an absent object has none."""
         return ConfigFields(self.nested(key), prefix=f"{self._prefix}{key}.")
 
     def choice(self, key: str, served: Collection[T], default: T | None = None) -> T:
@@ -129,13 +130,13 @@ class ConfigFields:
         return value
 
     def require(self, key: str, expected: object, *, default: object) -> None:
-        """Refuse any value but the one that is served."""
+        """Refuse every value but the one that is served."""
         value = self._get(key, default)
         if value != expected:
             raise self.error(key, f"only {shown(expected)} is served, got {shown(value)}")
 
     def refuse_unread(self, without_effect: Collection[str]) -> None:
-        """Refuse keys that were not read, unless they are known to be without effect or are switched off.
+        """Refuse keys that were not read, unless they are known to have no effect or are switched off.
 
         Raises:
             ConfigError: A key might change the result; the message names it.

@@ -1,7 +1,7 @@
 """The decoder of the Llama family, described by a `DecoderSpec`: token ids in, normed hidden rows and logits out.
 
-Rows of all requests stand one under another; which row attends to what is said by the attention batch alone. Knows
-nothing of requests, adapters and pages: adapters come in through `lora`, pages through the views of the KV cache.
+The rows of all requests are in one batch; the attention batch alone says which keys a row attends to. Knows nothing of
+requests, adapters and pages: adapters come in through `lora`, pages through the views of the KV cache.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of the sites in `manylora.adapters.base_shape.SITES`."""
 Projected = tuple[torch.Tensor, tuple[LoraDelta, ...]]
-"""The output of a linear layer, and what the next operation is to add to it, if anything."""
+"""Output of a linear layer, and the delta that the next operation must add to it, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """Weights of one layer; norms are [features], linears are laid out for the device."""
+    """Weights of one layer. Norms are [features], linears are laid out for the device."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -49,11 +49,11 @@ class KvViews:
 
     layers: tuple[KvLayer, ...]
     groups: tuple[int, ...]
-    """Per layer: its layer group, an index into block tables and slot mappings."""
+    """Layer group of each layer, an index into block tables and slot mappings."""
 
     @classmethod
     def of(cls, arena: Arena, windows: Sequence[int | None]) -> KvViews:
-        """The views of an arena by layers with these sliding windows; they stay valid as long as it lives."""
+        """Make the views of an arena for layers with these sliding windows. They stay valid as long as the arena."""
         layers = range(arena.geometry.num_layers)
         return cls(
             tuple(
@@ -66,23 +66,23 @@ class KvViews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """The rows of one step, T of them, and where they read and write. All on the decoder's device."""
+    """The T rows of one step, and the places where they read and write. All are on the decoder's device."""
 
     tokens: torch.Tensor
-    """Token ids, [T], int32 or int64; below 0 where the step before has sampled it: -1 - its row of `sampled`."""
+    """Token ids, [T], int32 or int64. A token that the step before has sampled is -1 - its row of `sampled`."""
     positions: torch.Tensor
     """Positions in their sequences, [T], int32 or int64."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """KV slot of each row, [T], int32 or int64 (C++ kernels: int64), per layer group; -1 is not stored."""
+    """KV slot of each row by layer group, [T], int32 or int64 (int64 for C++ kernels). -1 is not stored."""
     attention: tuple[AttentionBatch, ...]
-    """What each row attends to, per layer group; rows that it does not cover are padding."""
+    """Keys that each row attends to, by layer group. Rows that it does not cover are padding."""
     sampled: torch.Tensor | None = None
-    """Tokens of the step before, [rows of that step], int32; a row that has none is below 0, and read as token 0."""
+    """Tokens of the step before, [rows of that step], int32. A row without a token is below 0, and read as token 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all layers of a step share."""
+    """The part of a step that all layers share."""
 
     rows: StepRows
     rotation: Rotation
@@ -91,16 +91,16 @@ class _Step:
 
 
 class Decoder:
-    """Weights and how they are applied.
+    """The weights of a model, and the forward pass.
 
     Args:
-        spec: What the decoder is made of.
+        spec: Sizes and kinds of the layers.
         kernels: The operations for its device.
         embedding: [vocab_size, hidden_size].
-        layers: In order.
-        norm: Of the last hidden rows, [hidden_size].
-        head: hidden_size to vocab_size.
-        rope: Cosines and sines of every position that is used, as of `rope_table`.
+        layers: The layers in order.
+        norm: Weight of the last norm, [hidden_size].
+        head: Linear layer from hidden_size to vocab_size.
+        rope: Cosines and sines of every position that is used, as `rope_table` makes them.
     """
 
     def __init__(
@@ -125,16 +125,16 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._embedding.device
 
     def forward(self, rows: StepRows, kv: KvViews, lora: LoraStep | None = None) -> torch.Tensor:
-        """Run all layers, writing keys and values of the rows into the pages.
+        """Run all layers, and write keys and values of the rows into the pages.
 
         Args:
             rows: The step.
             kv: The pages, which are read and written.
-            lora: The adapters of the rows; None where all rows are the base model's.
+            lora: The adapters of the rows; None if all rows belong to the base model.
 
         Returns:
             Hidden rows after the last norm, [T, hidden_size].
@@ -152,7 +152,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the next token, float32 [n, vocab_size], for hidden rows [n, hidden_size]; put into `out`."""
+        """Compute scores of the next token, float32 [n, vocab_size], for hidden rows [n, hidden_size], into `out`."""
         scores = self._head(hidden)
         return scores.float() if out is None else out.copy_(scores)
 
@@ -160,14 +160,14 @@ class Decoder:
         group = step.kv.groups[index]
         qkv, delta = _project(step.lora, index, QKV, layer.qkv, x)
         seen = self._kernels.attend(
-            *(
-                qkv,
-                layer.head_norms,
-                step.rotation,
-                step.kv.layers[index],
-                step.rows.slot_mapping[group],
-            ),
-            *(step.rows.attention[group], self._scale, *delta),
+            qkv,
+            layer.head_norms,
+            step.rotation,
+            step.kv.layers[index],
+            step.rows.slot_mapping[group],
+            step.rows.attention[group],
+            self._scale,
+            *delta,
         )
         return _project(step.lora, index, OUT, layer.o, seen)
 

@@ -1,4 +1,4 @@
-"""Where a model runs and in which number format: the choices behind `auto`, what a device cannot do, and its heap."""
+"""Device, number format and threads of a model: the choices behind `auto`, the limits of a device, and the heap."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from manylora.errors import ConfigError
 from manylora.kernels.dispatch import triton_kernels
 
 SINGLE_THREAD_BELOW_BYTES = 64 << 20
-"""Models with fewer bytes of weights are computed by one thread: their matrices are so small that a second one costs
-more in waiting than it saves, and much more where the cores are shared."""
+"""Models with fewer bytes of weights use one thread. Their matrices are so small that a second thread costs more in
+waiting than it saves, and much more if the cores are shared."""
 
 MMAP_THRESHOLD_BYTES = 256 << 20
 """Blocks up to this size come from the heap."""
 TRIM_THRESHOLD_BYTES = 1 << 30
-"""The heap shrinks when so much of its end is free."""
+"""The heap shrinks when more than this is free at its end."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_device(setting: str) -> torch.device:
-    """The device for `model.device`; auto takes a CUDA device when there is one.
+    """Choose the device for `model.device`; auto takes a CUDA device if there is one.
 
     Raises:
-        ConfigError: cuda is asked for and there is none, or there is one and Triton is not installed.
+        ConfigError: cuda is asked for and there is none, or Triton is not installed.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "model.device: cuda is asked for, but torch finds no CUDA device", param="model.device"
+            "model.device: cuda is asked for, but torch finds no CUDA device; take auto or cpu",
+            param="model.device",
         )
-    triton_kernels()  # where Triton is missing, this fails before weights are read
+    triton_kernels()  # if Triton is missing, this fails before weights are read
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def choose_dtype(setting: str, asked_by_model: str | None, device: torch.device) -> torch.dtype:
-    """The number format for `model.dtype`; auto follows the model where the device computes its format natively.
+    """Choose the number format for `model.dtype`; auto takes the model's if the device computes it natively.
 
     Args:
         setting: auto, float32, bfloat16 or float16.
-        asked_by_model: The `dtype` of the checkpoint's config, None where it does not say.
-        device: Where the model runs.
+        asked_by_model: `dtype` of the checkpoint's config; None if it has none.
+        device: Device of the model.
 
     Raises:
         ConfigError: The device does not compute the asked format.
@@ -68,23 +69,23 @@ def choose_dtype(setting: str, asked_by_model: str | None, device: torch.device)
 
 
 def choose_threads(setting: int, weight_bytes: int) -> int:
-    """Intra-op threads on the CPU for `model.threads`; 0 takes one for a tiny model and all usable cores else."""
+    """Choose the intra-op threads for `model.threads`; 0 takes one for a tiny model, all usable cores for others."""
     return setting or (1 if weight_bytes < SINGLE_THREAD_BELOW_BYTES else usable_cores())
 
 
 def has_idle_core() -> bool:
-    """Whether steps of a CPU leave a core to others, by the threads that `choose_threads` gave to torch."""
+    """True if steps on a CPU leave a core to others, with the threads that torch uses now."""
     return torch.get_num_threads() < usable_cores()
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep blocks that a step frees for the next one; returns whether the C library can (glibc only).
+    """Let this process keep the blocks that a step frees, for the next step. Return False if glibc is not used.
 
-    What was freed before, while weights were loaded and rounded, is given back first (100 MB of a 0.5B model).
+    Memory that was freed while weights were loaded and rounded (100 MB for a 0.5B model) is given back first.
 
     A step over a prompt allocates and frees large blocks in each layer. glibc gives blocks above 32 MiB back to the
-    operating system at once, which hands them out again page by page, zeroed. On a virtual machine that takes longer
-    than filling them: a step over 2,000 tokens of a 0.5B model spent a third of its time in it.
+    operating system at once, which later hands them out page by page, zeroed. On a virtual machine that takes longer
+    than the step's writes: a step over 2,000 tokens of a 0.5B model spent a third of its time in it.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -92,5 +93,5 @@ def keep_freed_memory() -> bool:
     libc.malloc_trim(ctypes.c_size_t(0))
     is_kept = bool(
         libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-    )  # an older one refuses more than 32 MiB
+    )  # an older glibc refuses more than 32 MiB
     return is_kept and bool(libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))

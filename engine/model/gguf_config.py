@@ -1,4 +1,4 @@
-"""The head of a GGUF file as a `config.json`. No torch, but for the rotary factors of a Llama 3."""
+"""The head of a GGUF file as a `config.json`. No torch, except for the rotary factors of a Llama 3."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Of a Llama 3: what its rotary frequencies are divided by. The config says the same."""
+"""Tensor of a Llama 3 with the divisors of its rotary frequencies. The config says the same."""
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Of the file, and of its config."""
+"""Architectures in the file, with their names in the config."""
 FLOATS = ("F32", "F16", "BF16")
 END_IDS = {f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")}
 TOKENS = "tokenizer.ggml.tokens"
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
-"""Tokens that end an answer to llama.cpp, whatever the file says."""
+"""Tokens that always end an answer in llama.cpp."""
 PRETRAINED = [1 << bits for bits in range(5, 21)]
-"""Contexts that a Llama 3 may have been pretrained with: files do not tell."""
+"""Possible context lengths of the pretraining of a Llama 3, which files do not tell."""
 
 
 def open_gguf(path: Path) -> GGUFReader:
     """Read the head of a GGUF file.
 
     Raises:
-        ConfigError: It is damaged or cut off, or the package `gguf` is not installed.
+        ConfigError: The file is damaged or cut off, or the package `gguf` is not installed.
     """
     try:
         reader = _bounded_reader()
@@ -50,10 +50,10 @@ def open_gguf(path: Path) -> GGUFReader:
 
 
 def _bounded_reader() -> type[GGUFReader]:
-    """The reader of gguf, but for damaged files too. A function, as gguf need not be installed.
+    """Make a reader like that of gguf, for damaged files too. It is a function because gguf need not be installed.
 
-    gguf returns empty arrays past the end of a file, and loops over any number of items that the file claims. Here both
-    are a ValueError.
+    gguf returns empty arrays past the end of a file, and loops over any number of items that the file claims. This
+    reader raises ValueError in both cases.
     """
     import numpy as np
     from gguf import GGUFReader, GGUFValueType
@@ -70,7 +70,7 @@ def _bounded_reader() -> type[GGUFReader]:
         ) -> tuple[int, list[Any], list[int], list[Any]]:
             if (
                 raw_type == GGUFValueType.ARRAY
-            ):  # type and number of items come first; each takes a byte at least
+            ):  # type and number of items come first; each item takes at least a byte
                 self._get(orig_offs + 12, np.uint8, int(self._get(orig_offs + 4, np.uint64)[0]))
             return super()._get_field_parts(orig_offs, raw_type)
 
@@ -85,13 +85,12 @@ def gguf_config(path: Path) -> dict[str, Any]:
     """The `config.json` of a GGUF file.
 
     Raises:
-        ConfigError: It is damaged, the architecture is not served, a key is missing or of a wrong kind, or one is not
-            understood.
+        ConfigError: The file is damaged, the architecture is not served, or a key is missing, wrong or unknown.
     """
     reader = open_gguf(path)
     try:
         return _config(reader)
-    except Exception as error:  # a head may hold anything
+    except Exception as error:  # a damaged head may raise anything
         reason = error if isinstance(error, ConfigError) else "its head cannot be read"
         raise ConfigError(
             f"model.path: {path} is damaged or not served: {reason}", param="model.path"
@@ -114,11 +113,10 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         for name, value in given.items()
         if name.startswith(f"{arch}.")
     }
-    fields, tensors = (
-        ConfigFields(own, prefix=f"{arch}."),
-        {tensor.name: tensor for tensor in reader.tensors},
-    )
-    num_heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    fields = ConfigFields(own, prefix=f"{arch}.")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    num_heads = fields.integer("attention.head_count")
+    hidden = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         fields.require(key, head_dim, default=head_dim)
@@ -150,7 +148,7 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _storage(reader: GGUFReader) -> dict[str, Any]:
-    """Fields of the config about number formats; the type of most weights counts."""
+    """Fields of the config about number formats. The type of most weights decides."""
     sizes: dict[str, int] = {}
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(
@@ -195,7 +193,7 @@ def _rope(fields: ConfigFields, tensors: dict[str, Any], head_dim: int) -> dict[
 
 
 def _llama3(factors: Any, theta: float, head_dim: int) -> dict[str, Any]:  # noqa: ANN401 - an array of numpy
-    """The scaling that has these factors: the file has them alone, not what they were computed from."""
+    """Find the scaling with these factors. The file has only the factors, not the numbers that they come from."""
     import torch
 
     from manylora.engine.model.rope import inverse_frequencies

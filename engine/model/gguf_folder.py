@@ -1,7 +1,7 @@
 """A GGUF file as a folder with the files of a checkpoint: `config.json` and the tokenizer, written once from the file.
 
-Everything that reads a checkpoint then reads this one. The folder lies in the user's cache, named after path, size and
-time of the file, which itself is linked.
+Everything that reads a checkpoint can read this folder. It lies in the user's cache, is named after path, size and time
+of the file, and has a link to the file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from manylora.user_cache import cache_folder, is_private
 
 GGUF_FILE = "model.gguf"
 LAYOUT = 1
-"""Grows when what is written here changes."""
+"""Version of the written files; to be raised when they change."""
 
 
 def gguf_file(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no safetensors.
+    """The GGUF file of a folder without safetensors.
 
     Raises:
-        ConfigError: It has several.
+        ConfigError: The folder has several.
     """
     found = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
     if len(found) > 1:
@@ -39,11 +39,11 @@ def gguf_file(folder: Path) -> Path | None:
 
 
 def gguf_folder(path: Path) -> Path:
-    """The folder that stands for a GGUF file.
+    """Return the folder of a GGUF file; make it if it is missing.
 
     Raises:
-        ConfigError: The file cannot be read, or is of a model that is not served, or there is no cache folder that only
-            this user can write to.
+        ConfigError: The file cannot be read, its model is not served, or there is no cache folder that only this user
+            can write to.
     """
     path, state = path.absolute(), path.stat()
     key = json.dumps([LAYOUT, str(path), state.st_size, state.st_mtime_ns])
@@ -77,7 +77,7 @@ def _move(made: Path, target: Path) -> None:
     try:
         made.rename(target)
     except OSError:
-        if not target.is_dir():  # else another process was faster
+        if not target.is_dir():  # if it is there, another process was faster
             raise
 
 
@@ -86,7 +86,9 @@ def _write_tokenizer(folder: Path) -> None:
 
     try:
         AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_FILE).save_pretrained(str(folder))
-    except Exception as error:  # whatever transformers raises for a tokenizer that it cannot read
+    except (
+        Exception
+    ) as error:  # transformers may raise anything for a tokenizer that it cannot read
         path = os.path.realpath(folder / GGUF_FILE)
         message = f"model.path: transformers cannot read the tokenizer of {path}: {error}"
         raise ConfigError(message, param="model.path") from error

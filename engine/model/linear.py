@@ -1,8 +1,8 @@
-"""A linear layer whose weight is laid out for the device once, at load.
+"""A linear layer whose weight is laid out for the device once, when it is loaded.
 
-On a CPU oneDNN can reorder a weight into the blocks its matrix kernels want; a step is then up to 2.8 times faster than
-with the plain weight. The ops are those that torch's Inductor uses; they are internal, so this is their only place, and
-each number format is probed once and falls back to the plain op. Knows nothing of models.
+On a CPU oneDNN can reorder a weight into blocks for its matrix kernels. A step is then up to 2.8 times faster than with
+the plain weight. The operations are those of torch's Inductor. They are internal to torch, so only this module uses
+them; each number format is tried once, and the plain operation is used if that fails. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from manylora.kernels.weight_format import WeightFormat
 logger = logging.getLogger(__name__)
 
 PACK_ROWS = 32
-"""Rows of x that a packed weight is laid out for; any number works."""
+"""Number of rows of x that a packed weight is laid out for. Other numbers work too."""
 EXACT_ROW_BITS = 4
-"""oneDNN compiles a kernel for each number of rows and keeps it: half a MB and a millisecond, for each shape of weight.
-So rows are padded to numbers that differ in their leading bits only: all up to 16, then even ones, and so on."""
+"""Leading bits in which numbers of rows may differ: all numbers up to 16, then even ones, and so on. oneDNN compiles
+and keeps a kernel for each number of rows, half a MB and a millisecond for each shape of weight, so rows are padded."""
 
 
 class PackedLinear:
     """`x @ weight.T + bias` on a copy of the weight in oneDNN's layout, which cannot be indexed.
 
     Args:
-        weight: [out_features, in_features], on the CPU; not kept.
+        weight: [out_features, in_features], on the CPU. It is not kept.
         bias: [out_features] or None.
     """
 
@@ -53,7 +53,7 @@ class PackedLinear:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The number of rows that is computed for `num_rows` rows: at most an eighth more."""
+    """Number of rows that is computed for `num_rows` rows, at most an eighth more."""
     unit_bits = max((num_rows - 1).bit_length() - EXACT_ROW_BITS, 0)
     return -(-num_rows >> unit_bits) << unit_bits
 
@@ -63,11 +63,11 @@ def make_linear(
     bias: torch.Tensor | None = None,
     weights: WeightFormat = "bf16",
 ) -> Linear:
-    """Make the fastest layer for the weight's device, its dtype and the format that it is to be kept in.
+    """Make the fastest layer for the weight's device and dtype, in the given format.
 
     Args:
-        weight: [out_features, in_features]. For bf16 of the activations' dtype; otherwise of any float dtype, or in 8
-            bits already, which int8 keeps as it is.
+        weight: [out_features, in_features]. For the format bf16 it has the activations' dtype. For others it has any
+            float dtype, or 8 bits already, which the format int8 keeps.
         bias: [out_features] or None.
         weights: The format.
 
@@ -103,7 +103,7 @@ def _quantised(
 
 
 def make_head(weight: torch.Tensor | Int8Weight, weights: WeightFormat) -> Linear:
-    """Make the layer of the logits for a model whose layers are kept in the format `weights`."""
+    """Make the layer of the logits for a model with layers in the format `weights`."""
     if weights == "bf16":
         return make_linear(weight)
     rounded = weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight)
@@ -117,7 +117,7 @@ def make_head(weight: torch.Tensor | Int8Weight, weights: WeightFormat) -> Linea
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this CPU and this torch multiply with packed weights of `dtype`, and rightly; a no is logged once."""
+    """True if this CPU and this torch multiply correctly with packed weights of `dtype`; a failure is logged once."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 32, generator=generator).to(dtype)
     x = torch.randn(3, 32, generator=generator).to(dtype)
@@ -129,7 +129,7 @@ def can_pack(dtype: torch.dtype) -> bool:
         RuntimeError,
         AttributeError,
         TypeError,
-    ) as error:  # the op is missing, or takes other arguments or dtypes
+    ) as error:  # the operation is missing, or takes other arguments or dtypes
         logger.warning("weights of %s are not packed, so steps are slower: %s", dtype, error)
         return False
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
@@ -146,7 +146,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @cache
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware; elsewhere it is emulated and slower than float32."""
+    """True if this CPU multiplies bfloat16 in hardware. If not, it is emulated and slower than float32."""
     if platform.machine() in ("x86_64", "AMD64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -154,5 +154,5 @@ def has_native_bfloat16() -> bool:
 
 @cache
 def has_native_float16() -> bool:
-    """Whether this CPU multiplies float16; elsewhere oneDNN refuses it."""
+    """True if this CPU multiplies float16. If not, oneDNN refuses it."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,8 +1,7 @@
-"""How the linear weights of a checkpoint are stored, as its `quantization_config` says. No torch.
+"""Storage of a checkpoint's linear weights, read from its `quantization_config`. No torch.
 
-Which linears are quantised is seen in the files, not read here: lists of modules that are left out need no
-understanding. Keys that only tell how the quantisation was computed are ignored; what turns the model's inputs is
-refused.
+The files, not the config, say which linears are quantised, so lists of exempt modules are ignored. Keys that only tell
+how the quantisation was computed are ignored too. A rotation of the model's inputs is refused.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any, Literal
 from manylora.engine.model.config_fields import ConfigFields, shown
 
 Layout = Literal["scaled", "packed", "gptq", "awq", "bnb-int8", "bnb-4bit", "q3.5", "gguf"]
-"""Names of `manylora.engine.model.formats.FORMATS`; the tensors of a GGUF file are read as floats."""
+"""Names in `manylora.engine.model.formats.FORMATS`, and gguf, whose tensors are read as floats."""
 RECIPE_FILE = "recipe.yaml"
-"""What llm-compressor writes beside the weights: the steps that made them."""
+"""File that llm-compressor writes beside the weights, with the steps that made them."""
 _ROTATES = re.compile(r"rotat|hadamard|transform_config|spinquant|quarot", re.IGNORECASE)
 _ROTATING_STEPS = re.compile(r"SpinQuantModifier|QuIPModifier")
 _FOLDING_STEPS = re.compile(r"SmoothQuantModifier|AWQModifier")
@@ -25,18 +24,18 @@ _FOLDING_STEPS = re.compile(r"SmoothQuantModifier|AWQModifier")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
-    """How a checkpoint stores its linear weights."""
+    """Storage of a checkpoint's linear weights."""
 
     layout: Layout
     bits: int
-    """Of a stored weight, without its scale."""
+    """Bits of a stored weight, without its scale."""
     block: tuple[int, int] | None = None
-    """Outputs and inputs that share a scale. None: a scale is for a row, or for the whole weight."""
+    """Outputs and inputs that share a scale; None if a scale is for a row or for the whole weight."""
     variant: str = ""
-    """What else tells layouts of one name apart; each format says what it may be."""
+    """Variant of the layout; each format says which there are."""
     folds_input_scale: bool = False
-    """Whether inputs of linears may be scaled: AWQ and SmoothQuant divide the norms before them, and multiply the
-    weights. An adapter that was trained on the original model sees inputs that it was not trained for."""
+    """True if inputs of linears may be scaled: AWQ and SmoothQuant divide the norms before them and multiply the
+    weights. An adapter of the original model gets inputs then that it was not trained for."""
 
 
 def read_quantisation(given: dict[str, Any], recipe: str = "") -> Quantisation:
@@ -44,10 +43,10 @@ def read_quantisation(given: dict[str, Any], recipe: str = "") -> Quantisation:
 
     Args:
         given: The object of `config.json`.
-        recipe: Content of `recipe.yaml` beside it, empty where there is none.
+        recipe: Content of `recipe.yaml` beside it; empty if there is none.
 
     Raises:
-        ConfigError: The method is not served or the model is rotated; the message names the key.
+        ConfigError: The method is not served, or the model is rotated. The message names the key.
     """
     fields = ConfigFields(given, prefix="quantization_config.")
     rotating = next((key for key in given if _ROTATES.search(key) and given[key]), None)
@@ -65,7 +64,8 @@ def read_quantisation(given: dict[str, Any], recipe: str = "") -> Quantisation:
 
 
 def _compressed_tensors(fields: ConfigFields) -> Quantisation:
-    groups, usual = fields.within("config_groups"), fields.text("format")
+    groups = fields.within("config_groups")
+    usual = fields.text("format")
     found = {_scheme(groups.within(name), usual) for name in fields.nested("config_groups")}
     if len(found) != 1:
         raise fields.error(
@@ -76,8 +76,10 @@ def _compressed_tensors(fields: ConfigFields) -> Quantisation:
 
 
 def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
-    weights, stored = group.within("weights"), group.text("format") or usual
-    bits, is_float = weights.integer("num_bits", 8), weights.text("type") == "float"
+    weights = group.within("weights")
+    stored = group.text("format") or usual
+    bits = weights.integer("num_bits", 8)
+    is_float = weights.text("type") == "float"
     layout: Layout = "scaled"
     if stored == "pack-quantized" and not is_float and bits in (4, 8):
         layout = "packed"
@@ -92,7 +94,7 @@ def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
     block = weights.pair("block_structure") if strategy == "block" else None
     if strategy == "group":
         block = (1, weights.integer("group_size"))
-    # Without a recipe nobody knows: what quantises inputs to whole numbers is mostly smoothed first.
+    # Without a recipe this is a guess: a model that quantises inputs to whole numbers was mostly smoothed first.
     is_unknown = group.nested("input_activations").get("type", "float") == "int"
     return Quantisation(
         layout=layout,

@@ -17,8 +17,8 @@ def rope_table(
     Args:
         spec: Kind and scaling.
         head_dim: Elements per head, all of which are rotated.
-        num_positions: Rows.
-        device: Where the table lies.
+        num_positions: Number of rows.
+        device: Device of the table.
 
     Returns:
         Cosines and sines, both [num_positions, head_dim / 2], float32, scaled by the attention factor.
@@ -44,7 +44,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """Slow pairs are divided by the factor, fast ones kept, and those between interpolated (Llama 3.1)."""
+    """Divide slow pairs by the factor, keep fast ones, and interpolate between them (Llama 3.1)."""
     turns = spec.original_positions / (2 * math.pi / frequencies)
     smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     scaled = frequencies / spec.factor
@@ -60,12 +60,15 @@ def _yarn(spec: RopeSpec, head_dim: int) -> torch.Tensor:
         ratio = spec.original_positions / (num_turns * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
 
-    low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    low = pair_with(spec.beta_fast)
+    high = pair_with(spec.beta_slow)
     if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # a ramp without width would divide by zero
 
     powers = spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

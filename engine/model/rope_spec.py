@@ -1,6 +1,6 @@
-"""Which rotary embedding a config asks for. No torch.
+"""The rotary embedding of a config. No torch.
 
-Configs are read in both spellings: `rope_parameters`, and the older rope_theta with rope_scaling.
+Both spellings are read: `rope_parameters`, and the older rope_theta with rope_scaling.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from manylora.engine.model.config_fields import MAX_INTEGER, ConfigFields
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 DEFAULT_THETA = 10_000.0
 MIN_THETA = 2.0
-"""Frequencies fall with its powers; at 1 none differs from another."""
+"""Least base of the frequencies. They are its negative powers, which do not differ at 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """A rotary embedding; fields that its kind does not use keep their defaults."""
+    """A rotary embedding. Fields that its kind does not use keep their defaults."""
 
     kind: RopeKind = "default"
     theta: float = DEFAULT_THETA
     factor: float = 1.0
-    """How many times longer than in pretraining the context may be."""
+    """Longest context relative to that of the pretraining."""
     original_positions: int = 0
     """Context of the pretraining, for llama3 and yarn."""
     low_freq_factor: float = 1.0
@@ -32,27 +32,28 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Whether yarn rounds its correction range to whole dimensions."""
+    """True if yarn rounds its correction range to whole dimensions."""
     attention_factor: float = 1.0
-    """Multiplies sines and cosines."""
+    """Factor of sines and cosines."""
     max_positions: int = 0
-    """Context that the scaling itself reaches; 0 where the config's own limit counts."""
+    """Longest context of the scaling; 0 if the config's own limit counts."""
 
 
 def rope_spec(fields: ConfigFields, max_positions: int) -> RopeSpec:
     """Read the rotary embedding of a config.
 
-    The kind "dynamic" changes with the length of the sequence, but only beyond `max_positions`; as longer sequences
-    are not served it equals the default.
+    The kind "dynamic" changes with the length of the sequence, but only beyond `max_positions`. Longer sequences are
+    not served, so it equals the default.
 
     Args:
         fields: The config.
-        max_positions: `max_position_embeddings`, the original context where the scaling does not say.
+        max_positions: `max_position_embeddings`, the original context if the scaling has none.
 
     Raises:
         ConfigError: The kind is not served, or one of its keys is missing or not understood.
     """
-    newer, older = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    newer = fields.nested("rope_parameters")
+    older = fields.nested("rope_scaling")
     key = "rope_scaling" if older else "rope_parameters"
     theta = fields.optional_number("rope_theta") or DEFAULT_THETA
     original = fields.integer("original_max_position_embeddings", 0, minimum=0)
@@ -77,7 +78,8 @@ def _scaled(rope: ConfigFields, kind: RopeKind, theta: float, original: int) -> 
         return RopeSpec(theta=theta)
     spec = RopeSpec(kind=kind, theta=theta, factor=rope.number("factor"))
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        low = rope.number("low_freq_factor")
+        high = rope.number("high_freq_factor")
         if low >= high:
             raise rope.error(
                 "high_freq_factor", f"expected more than low_freq_factor {low:g}, got {high:g}"
@@ -104,9 +106,10 @@ def _scaled(rope: ConfigFields, kind: RopeKind, theta: float, original: int) -> 
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
-    """YaRN (arXiv:2309.00071), section 3.4: attention grows a little sharper with the context."""
+    """Attention factor of YaRN (arXiv:2309.00071, section 3.4): attention gets slightly sharper with the context."""
     given = rope.optional_number("attention_factor")
-    mscale, mscale_all = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+    mscale = rope.optional_number("mscale")
+    mscale_all = rope.optional_number("mscale_all_dim")
     if given is not None:
         return given
 

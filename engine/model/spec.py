@@ -1,8 +1,7 @@
-"""A Hugging Face `config.json` as data that the one decoder runs on.
+"""A Hugging Face `config.json` as data for the one decoder.
 
-`ARCHITECTURES` says what an architecture of the Llama family is made of; a new one is a new entry. What the config asks
-for and the decoder does not do is an error by name: a key is understood, known to be without effect on the result,
-switched off, or refused.
+`ARCHITECTURES` has an entry for each architecture of the Llama family. A key of the config is read, known to have no
+effect on the result, switched off, or refused by name, so the decoder ignores nothing that it cannot do.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ SPEC_FILES = (CONFIG_FILE, RECIPE_FILE, INDEX_FILE)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", RECIPE_FILE)
 HUB_DUPLICATES = ("consolidated*", "*/*")
-"""The same weights in other formats, as some repositories carry them."""
+"""Copies of the weights in other formats, which some repositories have."""
 logger = logging.getLogger(__name__)
 MIB = 1 << 20
 MAX_CONFIG_BYTES = MIB
 MAX_LAYERS = 4096
-"""Layers of a model; the largest have some hundreds. Each has names, before any file is read."""
+"""Largest number of layers; real models have some hundreds. Names are made for each before files are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Everything that tells one decoder from another, apart from its weights."""
+    """Description of a decoder without its weights."""
 
     architecture: str
-    """As in `architectures` of the config: `LlamaForCausalLM`."""
+    """Name in `architectures` of the config, such as `LlamaForCausalLM`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,20 +55,20 @@ class DecoderSpec:
     norm_eps: float
     rope: RopeSpec
     max_positions: int
-    """Tokens of the longest sequence that the model was made for."""
+    """Length of the longest sequence that the model was made for."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normalised per head before the rotation."""
+    """True if queries and keys are normalised per head before the rotation."""
     is_tied: bool
-    """Whether the head is the embedding table."""
+    """True if the head is the embedding table."""
     sliding_windows: tuple[int | None, ...]
-    """Per layer: how many tokens back attention sees, the token itself counted; None sees all."""
+    """Sliding window of each layer in tokens, the token itself included; None sees all."""
     dtype: str | None
-    """Number format that the checkpoint asks for, as torch names it."""
+    """Number format of the checkpoint, as torch names it."""
     quantisation: Quantisation | None = None
-    """How linear weights are stored; None where they are plain floats."""
+    """Storage of linear weights; None for plain floats."""
 
     @property
     def q_features(self) -> int:
@@ -83,13 +82,13 @@ class DecoderSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the checkpoint; a tied head is counted once."""
+        """Numbers in the checkpoint. A tied head counts once."""
         return sum(math.prod(shape) for shape in expected_tensors(self).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What an architecture is made of. A string in place of a bool is the config key that says it."""
+    """Description of an architecture. A string in place of a bool is the config key with the answer."""
 
     model_type: str
     qkv_bias: bool | str = False
@@ -97,9 +96,9 @@ class Architecture:
     mlp_bias: bool | str = False
     qk_norm: bool = False
     window: Literal["none", "every_layer", "by_layer"] = "none"
-    """Which layers see a sliding window only; `by_layer` follows layer_types or max_window_layers."""
+    """Layers with a sliding window; `by_layer` follows layer_types or max_window_layers."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Values that transformers takes where the config is silent."""
+    """Defaults of transformers for absent keys."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -146,37 +145,53 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        *("attention_dropout", "hidden_dropout", "initializer_range", "pretraining_tp"),
-        *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
-        *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
-        *(
-            "finetuning_task",
-            "id2label",
-            "label2id",
-            "num_labels",
-            "problem_type",
-            "task_specific_params",
-        ),
-        *("attn_implementation", "chunk_size_feed_forward", "dtype", "torch_dtype", "torchscript"),
-        *("architectures", "model_type", "name_or_path", "tokenizer_class", "transformers_version"),
+        "attention_dropout",
+        "hidden_dropout",
+        "initializer_range",
+        "pretraining_tp",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "torch_dtype",
+        "torchscript",
+        "architectures",
+        "model_type",
+        "name_or_path",
+        "tokenizer_class",
+        "transformers_version",
     }
 )
-"""Keys that training, generation settings or bookkeeping left behind. Keys starting with _ or unsloth are such too."""
+"""Keys of training, generation settings or bookkeeping. Keys that start with _ or unsloth count as such too."""
 
 
 def resolve_model(
     path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded: bool = False
 ) -> Path:
-    """Find the checkpoint's folder, downloading it if `path` is a hub id, or making it if it is a GGUF file.
+    """Find the checkpoint's folder. Download it if `path` is a hub id, or make it if it is a GGUF file.
 
     Args:
-        path: Folder, hub id or GGUF file; a folder may hold one GGUF file instead of safetensors.
-        files: Patterns of the files that are downloaded.
-        is_downloaded: The files are in the cache already; the hub is not asked.
+        path: Folder, hub id or GGUF file. A folder may have one GGUF file instead of safetensors.
+        files: Patterns of the files to download.
+        is_downloaded: True if the files are in the cache already, so that the hub is not asked.
 
     Raises:
-        ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it; or the GGUF file
-            cannot be served.
+        ConfigError: There is no such folder, and no such hub id or the hub does not deliver it; or the GGUF file cannot
+            be served.
     """
     folder = Path(path)
     found = folder if folder.suffix == ".gguf" and folder.is_file() else gguf_file(folder)
@@ -208,11 +223,11 @@ def resolve_model(
 
 
 def read_spec(folder: Path) -> DecoderSpec:
-    """Read the spec of the checkpoint in `folder`; a head that is in its files outranks `tie_word_embeddings`.
+    """Read the spec of the checkpoint in `folder`. A head in its files overrides `tie_word_embeddings`.
 
     Raises:
-        ConfigError: `config.json` is missing or not a JSON object, it or `recipe.yaml` is too large or cannot be read,
-            or as `decoder_spec`.
+        ConfigError: `config.json` is missing or no JSON object, it or `recipe.yaml` is too large or cannot be read, or
+            `decoder_spec` refuses it.
     """
     path = folder / CONFIG_FILE
     try:
@@ -249,11 +264,11 @@ def decoder_spec(config: dict[str, Any], recipe: str = "") -> DecoderSpec:
 
     Args:
         config: Its content.
-        recipe: Content of `recipe.yaml`, which says how a checkpoint was quantised; empty where there is none.
+        recipe: Content of `recipe.yaml`, the steps of the quantisation; empty if there is none.
 
     Raises:
         ConfigError: The architecture is not served, a needed key is missing or of a wrong kind, or a key asks for
-            something that the decoder does not do; the message names it.
+            something that the decoder cannot do. The message names the key.
     """
     name, architecture = _architecture(config)
     fields = ConfigFields(config, architecture.defaults)
@@ -293,8 +308,10 @@ def decoder_spec(config: dict[str, Any], recipe: str = "") -> DecoderSpec:
 
 def module_shapes(spec: DecoderSpec) -> tuple[ModuleShape, ...]:
     """The linear layers of one decoder layer, in the order of `MODULE_PATHS`."""
-    hidden, inter = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.q_features, spec.kv_features
+    hidden = spec.hidden_size
+    inter = spec.intermediate_size
+    q = spec.q_features
+    kv = spec.kv_features
     sizes = (
         (hidden, q),
         (hidden, kv),
@@ -329,12 +346,12 @@ def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def base_shape(spec: DecoderSpec, digest: str, *, trained_on_quantised: bool = False) -> BaseShape:
-    """What the base looks like to an adapter.
+    """The base as adapters see it.
 
     Args:
         spec: The decoder.
         digest: `sha256:<64 hex>` of config and weights.
-        trained_on_quantised: Whether adapters were trained on this checkpoint, scaled inputs included.
+        trained_on_quantised: True if adapters were trained on this checkpoint, with its scaled inputs.
     """
     folds = (
         spec.quantisation is not None
@@ -350,13 +367,13 @@ def base_shape(spec: DecoderSpec, digest: str, *, trained_on_quantised: bool = F
 def model_geometry(
     spec: DecoderSpec, shape: BaseShape, dtype_bytes: int, kv_dtype: KvDtype
 ) -> PageGeometry:
-    """Pages of an arena for the model, which hold its keys and values and the rows of its adapters.
+    """Choose the pages of an arena for the model's keys and values and the rows of its adapters.
 
     Args:
         spec: The decoder.
-        shape: What the base looks like to an adapter.
-        dtype_bytes: Of an element.
-        kv_dtype: Of keys and values; auto takes elements of `dtype_bytes`.
+        shape: The base as adapters see it.
+        dtype_bytes: Bytes of an element.
+        kv_dtype: Dtype of keys and values; auto takes elements of `dtype_bytes`.
     """
     return page_geometry(
         num_layers=spec.num_layers,
@@ -371,7 +388,7 @@ def model_geometry(
 def _architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
     if config.get("auto_map"):
         raise ConfigError(
-            "auto_map: models that bring their own code are not served", param="auto_map"
+            "auto_map: models with code of their own are not served", param="auto_map"
         )
     names = config.get("architectures") or [
         name

@@ -1,4 +1,4 @@
-"""Which format the weights of a model are kept in, and how many bytes they then take. Needs no torch."""
+"""Format in which the weights of a model are kept, and their bytes in it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_byte
 
 
 def choose_weights(setting: Weights, spec: DecoderSpec, *, on_cpu: bool) -> WeightFormat:
-    """The format of the layers for `model.weights`; on a CPU auto keeps a checkpoint of at most 8 bits in 8 bits.
+    """Choose the format of the layers for `model.weights`. On a CPU, auto keeps a checkpoint of up to 8 bits in 8 bits.
 
     Raises:
         ConfigError: The device does not compute the format.
@@ -37,9 +37,9 @@ def model_bytes(spec: DecoderSpec, weights: WeightFormat, dtype_bytes: int, *, o
 
     Args:
         spec: The model.
-        weights: The format of its layers.
-        dtype_bytes: Of a number that is not quantised.
-        on_cpu: A CPU has a tied head beside the embedding, since what is packed cannot be indexed.
+        weights: Format of its layers.
+        dtype_bytes: Bytes of a number that is not quantised.
+        on_cpu: True on a CPU, which keeps a tied head beside the embedding, because a packed weight cannot be indexed.
     """
     head = (spec.vocab_size, spec.hidden_size)
     sizes = {name: math.prod(shape) for name, shape in expected_tensors(spec).items()}

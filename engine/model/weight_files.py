@@ -1,4 +1,4 @@
-"""Files of a checkpoint's weights, and whether they hold a head besides the embedding. Needs no torch."""
+"""Files of a checkpoint's weights, and the search for a head besides the embedding. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from manylora.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-"""Tensors of a checkpoint that are not of a layer."""
+# Tensors of a checkpoint that do not belong to a layer.
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
 MAX_HEADER_BYTES = 100 << 20
-"""Largest header of a safetensors file, as that library bounds it."""
+"""Largest header of a safetensors file, the limit of that library."""
 COMPARED_BYTES = 1 << 22
 """Bytes that are compared at once."""
 
@@ -26,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, in order of name, or its GGUF file.
 
     Raises:
-        ConfigError: There are none, or the index is broken or names files outside the folder.
+        ConfigError: There is no file, or the index is broken or names files outside the folder.
     """
     index = folder / INDEX_FILE
     for name in (SINGLE_FILE, *(() if index.is_file() else (GGUF_FILE,))):
@@ -35,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         raise ConfigError(
             f"model.path: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read. If this is "
-            "the Hugging Face cache, perhaps not all was downloaded: start once with the hub in reach.",
+            "the Hugging Face cache, the download may be incomplete: start once with access to the hub.",
             param="model.path",
         )
     names = sorted(set(_places(index).values()))
@@ -50,9 +52,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def holds_own_head(folder: Path) -> bool:
-    """True if a checkpoint has a head that differs from the embedding; without weights, if the index names both.
+    """True if a checkpoint has a head that differs from the embedding. Without weights, the index must name both.
 
-    A head alone is the embedding too, as transformers has it.
+    A head without an embedding counts as the embedding too, as in transformers.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -78,7 +80,7 @@ def _is_of_head(name: str) -> bool:
 
 
 def _places(index: Path) -> dict[str, str]:
-    """File names by tensor, as an index has them."""
+    """File names by tensor, from an index."""
     try:
         return {
             str(tensor): str(name)
@@ -92,7 +94,7 @@ def _places(index: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Where a tensor is stored."""
+    """Place of a tensor in a file."""
 
     file: Path
     dtype: str
@@ -103,7 +105,7 @@ class _Tensor:
 
 
 def _tensors(file: Path) -> dict[str, _Tensor]:
-    """The tensors of a file, by its header."""
+    """Places of the tensors of a file, from its header."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")

@@ -1,4 +1,4 @@
-"""How fast this CPU would serve a model with its weights in each format, estimated from one layer in two seconds."""
+"""Estimate of a CPU's speed with a model's weights in each format, measured with one layer in two seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manylora.kernels.weight_format import WeightFormat
 MANY = 32
 SAMPLE_PARAMETERS = 1 << 24
 CACHE_BYTES = 256 << 20
-"""Bytes that are written before each run, so that weights come from memory as in a step."""
+"""Bytes that are written before each run, so that weights come from memory, as in a step."""
 RUNS = 5
 
 
@@ -23,14 +23,15 @@ def weight_speeds(spec: DecoderSpec, dtype: torch.dtype) -> dict[WeightFormat, t
     """Measure a layer of the model's hidden size in each format, with the threads that torch has.
 
     Returns:
-        Tokens per second of one request, and of `MANY` together. These are bounds: attention takes time, too.
+        Tokens per second of one request, and of `MANY` together. These are upper bounds, without attention.
     """
     weight = torch.randn(max(SAMPLE_PARAMETERS // spec.hidden_size, 1), spec.hidden_size).to(dtype)
     cache = torch.empty(CACHE_BYTES, dtype=torch.uint8)
 
     def seconds(linear: Linear, rows: int) -> float:
-        """Of one parameter, in the best run: others slow a machine down, nothing makes it faster."""
-        x, found = torch.randn(rows, weight.shape[1]).to(dtype), []
+        """Time per parameter in the best run: other processes make a run slower, never faster."""
+        x = torch.randn(rows, weight.shape[1]).to(dtype)
+        found = []
         for _ in range(RUNS):
             cache.zero_()
             started_s = time.perf_counter()

@@ -1,1 +1,1 @@
-"""The engine as a process of its own, and its client in the server."""
+"""The engine in a process of its own, and its client in the server."""

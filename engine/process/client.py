@@ -1,4 +1,4 @@
-"""The engine as the server sees it: another process that is kept alive, and answers asynchronously.
+"""The engine as the server sees it: another process, which is kept alive and answers asynchronously.
 
 Knows neither HTTP nor text. All methods belong to one event loop.
 """
@@ -39,16 +39,16 @@ from manylora.errors import EngineUnavailableError, ManyloraError
 logger = logging.getLogger(__name__)
 
 REQUESTS_A_ROUND = 8
-"""Requests whose outputs are passed on in one round of the event loop."""
+"""Number of requests whose outputs are passed on in one round of the event loop."""
 
 
 class EngineClient:
-    """Starts the engine process, restarts it when it dies or stands still, and carries requests and outputs.
+    """Starts the engine process, restarts it if it dies or stalls, and carries requests and outputs.
 
     Args:
         config: All settings.
-        announce: Takes lines of progress for people.
-        worker: A process that waits for its launch, to be the first engine.
+        announce: Called with lines of progress for people.
+        worker: A process that waits for its launch, which becomes the first engine.
         clock: Monotonic seconds.
     """
 
@@ -71,23 +71,23 @@ class EngineClient:
         self._queries: dict[int, asyncio.Future[EngineStatus]] = {}
         self._query_ids = itertools.count(1)
         self._pinned: dict[str, AdapterRef] = {}
-        """By digest, in the order of pinning."""
+        """Pinned adapters by digest, in the order of pinning."""
         self._taken: dict[str, messages.TakeWeights] = {}
-        """Weights that are in no store, by blob."""
+        """Weights that are in no store, by the digest of their blob."""
         self._weights: Counter[str] = Counter()
-        """Requests by the blob of their adapter."""
+        """Number of requests by the blob of their adapter."""
         self._pause: PauseMode | None = None
-        """How the engine was told to pause; a restarted one is told again."""
+        """Pause that the engine was told to make; a restarted engine is told again."""
         self._start_s = 1.0
         self._first: EngineReady | None = None
-        """What the first engine said; every later one must serve the same model on the same kind of device."""
+        """Report of the first engine. Every later engine must serve the same model on the same kind of device."""
         self._down = EngineUnavailableError("The engine has not been started.")
         self.ready: EngineReady | None = None
-        """What the engine said when it became ready; None while it is down."""
+        """Report of the engine when it became ready; None while it is down."""
         self.load: EngineLoad | None = None
-        """What the engine last said it has to do; None while it is down and until it has worked."""
+        """Last load that the engine reported; None while it is down and before it has worked."""
         self.restarts = 0
-        """How often the engine became ready again after it died."""
+        """Number of times that the engine became ready again after it died."""
 
     @property
     def pid(self) -> int | None:
@@ -95,7 +95,7 @@ class EngineClient:
         return self._connection.pid if self._connection else None
 
     async def start(self) -> EngineReady:
-        """Start the engine and keep it alive from then on; returns when the model is loaded.
+        """Start the engine, and keep it alive from then on. Returns when the model is loaded.
 
         Raises:
             ConfigError: A setting is wrong, for example the model's path.
@@ -106,12 +106,12 @@ class EngineClient:
         return ready
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a request, the last one with `finish_reason`; closing the iterator aborts the request.
+        """Outputs of a request, the last one with `finish_reason`. Closing the iterator aborts the request.
 
         A refusal is an output with `finish_reason` "error".
 
         Raises:
-            EngineUnavailableError: The engine is down, or died under the request.
+            EngineUnavailableError: The engine is down, or died during the request.
         """
         connection = self._connected()
         outputs: Inbox[RequestOutput | ManyloraError] = Inbox()
@@ -128,27 +128,27 @@ class EngineClient:
                         raise output
                     yield output
                     if is_over:
-                        return  # whatever is behind it, for example of an engine that died since
+                        return  # later items are dropped, such as the death of the engine
         finally:
             del self._streams[request.request_id]
             self._weights.subtract(weights)
-            self._weights += Counter()  # forgets what is at zero
+            self._weights += Counter()  # drops counts of zero
             if not is_over:
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its iterator ends with `finish_reason` "abort". Unknown ids and a dead engine are fine."""
+        """End a request. Its iterator ends with `finish_reason` "abort". Unknown ids and a dead engine are no error."""
         self._tell(messages.Abort(request_id))
 
     def uses(self, weights_sha256: str) -> bool:
-        """Whether a request that has not ended may still have to load these weights."""
+        """True if a request that has not ended may still need to load these weights."""
         return self._weights[weights_sha256] > 0
 
     async def status(self, *, is_detailed: bool = False) -> EngineStatus:
-        """A snapshot, with `page_map` and `batches` if it is to be detailed.
+        """Ask for a snapshot; a detailed one has `page_map` and `batches`.
 
         Raises:
-            EngineUnavailableError: The engine is down, or died over the question.
+            EngineUnavailableError: The engine is down, or died before it answered.
         """
         query_id = next(self._query_ids)
         answer = asyncio.get_running_loop().create_future()
@@ -161,12 +161,12 @@ class EngineClient:
         return status
 
     async def drop_adapter(self, digest: str) -> None:
-        """Let go of a deleted adapter; a dead engine has nothing to let go of."""
+        """Tell the engine to forget a deleted adapter. A dead engine has nothing to forget."""
         self._pinned.pop(digest, None)
         self._tell(messages.DropAdapter(digest))
 
     async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
-        """Set whether an adapter is brought to the device and stays there; a restarted engine is told again."""
+        """Pin or unpin an adapter; a restarted engine is told again."""
         if is_pinned:
             self._pinned[ref.digest] = ref
         else:
@@ -175,11 +175,11 @@ class EngineClient:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine was told to pause."""
+        """True if the engine was told to pause."""
         return self._pause is not None
 
     def pause(self, mode: PauseMode, *, is_ending: bool = False) -> None:
-        """Have the engine compute nothing until it is resumed; `is_ending` ends all its requests with an error.
+        """Pause the engine until it is resumed; `is_ending` ends all its requests with an error.
 
         Raises:
             EngineUnavailableError: The engine is down; nothing has changed.
@@ -188,12 +188,12 @@ class EngineClient:
         self._pause = mode
 
     def resume(self) -> None:
-        """Have the engine go on, or not be paused when it starts again."""
+        """Resume the engine. One that starts later is not paused."""
         self._pause = None
         self._tell(messages.Pause(None))
 
     def reset_prefix_cache(self) -> None:
-        """Have the engine forget the cached KV that no request uses.
+        """Drop the cached KV that no request uses.
 
         Raises:
             EngineUnavailableError: The engine is down.
@@ -201,22 +201,22 @@ class EngineClient:
         self._connected().send(messages.ResetPrefixCache())
 
     async def take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
-        """Have the engine keep weights that are in no store, and bring them to host memory; a restarted one as well.
+        """Give the engine weights that are in no store, for host memory. A restarted engine gets them again.
 
         Args:
             ref: A version with these weights.
-            place: Where the bytes are open in this process, until `drop_weights`.
+            place: Place of the bytes in this process, which stays open until `drop_weights`.
         """
         message = self._taken[ref.weights_sha256] = messages.TakeWeights(ref, place)
         self._tell(message)
 
     async def drop_weights(self, weights_sha256: str) -> None:
-        """Let such weights go."""
+        """Tell the engine to forget weights that are in no store."""
         self._taken.pop(weights_sha256, None)
         self._tell(messages.DropWeights(weights_sha256))
 
     async def close(self) -> None:
-        """End the engine; requests that still wait get EngineUnavailableError."""
+        """End the engine. Open requests get EngineUnavailableError."""
         if self._supervision is not None:
             self._supervision.cancel()
             with suppress(asyncio.CancelledError):
@@ -240,7 +240,7 @@ class EngineClient:
                 self._connection.send(message)
 
     async def _launch(self) -> tuple[EngineConnection, EngineReady]:
-        """Start a process; when it is ready, requests go to it."""
+        """Start a process, and send requests to it once it is ready."""
         self._announce(f"manylora: loading model {self._config.model.path} ...")
         started_s = self._clock()
         connection = EngineConnection(self._config, self._worker)
@@ -255,7 +255,8 @@ class EngineClient:
         self._start_s = max(self._clock() - started_s, 1.0)
         self._announce(f"manylora: {first.memory_plan}")
         self._announce(f"manylora: engine ready after {self._start_s:.1f} s")
-        self._connection, self.ready = connection, first.ready
+        self._connection = connection
+        self.ready = first.ready
         for taken in self._taken.values():
             self._tell(taken)
         for ref in self._pinned.values():
@@ -265,16 +266,14 @@ class EngineClient:
         return connection, first.ready
 
     def _settle_on(self, ready: EngineReady) -> None:
-        """Have later engines start on the kind of device and with the formats of the first, and serve the same model.
+        """Fix device and formats of later engines to those of the first, and refuse another model.
 
         With `auto`, an engine that has lost its GPU would come back on the CPU, far slower and with another dtype.
         """
         if self._first is None:
             self._first = ready
-            device, dtype = (
-                cast("Device", ready.device.partition(":")[0]),
-                cast("Dtype", ready.dtype),
-            )
+            device = cast("Device", ready.device.partition(":")[0])
+            dtype = cast("Dtype", ready.dtype)
             model = replace(
                 self._config.model, device=device, dtype=dtype, weights=ready.memory.weights
             )
@@ -285,7 +284,7 @@ class EngineClient:
             )
 
     async def _supervise(self, connection: EngineConnection) -> None:
-        """Read from the engine until it dies, end all open requests, start another engine; repeat for ever."""
+        """Read from the engine until it dies, end all open requests, start another engine, and repeat."""
         while True:
             problem = await self._read_until_over(connection)
             logger.error("the engine process %s %s", connection.pid, problem)
@@ -302,12 +301,12 @@ class EngineClient:
             try:
                 return (await self._launch())[0]
             except (ManyloraError, OSError, zmq.ZMQError, msgspec.DecodeError) as error:
-                # A machine that is out of processes, files or memory for a while must not end the supervision.
+                # A machine that lacks processes, files or memory for a while must not end the supervision.
                 logger.error("the engine did not start again: %s", error)  # noqa: TRY400 - its message says all
                 delay_s = self._note_death("The engine does not start; its log says why.")
 
     def _note_death(self, message: str) -> float:
-        """End all open requests with an error; returns the seconds to wait before the next start."""
+        """End all open requests with an error, and return the seconds to wait before the next start."""
         delay_s = self._policy.died()
         if self._policy.is_crash_loop:
             message = (
@@ -319,7 +318,10 @@ class EngineClient:
         return delay_s
 
     def _go_down(self, error: EngineUnavailableError) -> None:
-        self._connection, self.ready, self.load, self._down = None, None, None, error
+        self._connection = None
+        self.ready = None
+        self.load = None
+        self._down = error
         for outputs in self._streams.values():
             outputs.put(_copy_of(error))
         for answer in self._queries.values():
@@ -327,7 +329,7 @@ class EngineClient:
                 answer.set_exception(_copy_of(error))
 
     async def _read_until_over(self, connection: EngineConnection) -> str:
-        """Read until the engine has ended or stopped; returns what happened to it, which may still live."""
+        """Read until the engine has ended or stalls, and return what happened. A stalled process still lives."""
         reading = asyncio.create_task(self._read(connection))
         watching = asyncio.create_task(connection.stall(StallDetector(SILENT_S, self._stuck_s())))
         any_of: set[asyncio.Future[Any]] = {reading, watching, connection.exited}
@@ -344,19 +346,19 @@ class EngineClient:
         finally:
             watching.cancel()
             reading.cancel()
-            await asyncio.wait([reading])  # it passes on what has come
+            await asyncio.wait([reading])  # it passes on the outputs that have come
 
     def _stuck_s(self) -> float:
-        """Seconds without the end of a step after which it has none: many times what the longest step takes."""
+        """Seconds without the end of a step after which the engine counts as stuck: many times its longest step."""
         step_s = self._first.memory.step_tokens * self._first.token_s if self._first else 0.0
         return max(STUCK_S, STUCK_STEPS * step_s)
 
     async def _read(self, connection: EngineConnection) -> None:
         """Pass outputs on: first tokens at once, others of a few requests in each round of the event loop.
 
-        Each is a write to a client's socket. A request that arrives meanwhile takes several rounds to get to the
-        engine, and would wait in each for all that was passed on in it. What comes while others are passed on waits for
-        its turn together: a server that is behind writes several tokens of a stream at once.
+        Each output is a write to a client's socket. A request that arrives meanwhile takes several rounds to get to the
+        engine, and would wait in each round for all outputs of that round. Outputs of one stream that come while others
+        are passed on wait together: a server that is behind writes several tokens of a stream at once.
         """
         current: dict[str, list[RequestOutput]] = {}
         following: dict[str, list[RequestOutput]] = {}
@@ -387,7 +389,7 @@ class EngineClient:
                 if num_current and not current:
                     self._tell(messages.Taken(num_current))
                     num_current = 0
-        finally:  # outputs that came before the engine died are passed on too
+        finally:  # outputs that came before the death of the engine are passed on too
             for outputs in (*current.values(), *following.values()):
                 self._pass_on(outputs)
 
@@ -410,5 +412,5 @@ class EngineClient:
 
 
 def _copy_of(error: EngineUnavailableError) -> EngineUnavailableError:
-    """A new error object for each receiver: one object raised in several tasks would join their tracebacks."""
+    """Copy an error for each receiver: one object raised in several tasks would join their tracebacks."""
     return EngineUnavailableError(error.message, retry_after_s=error.retry_after_s, code=error.code)

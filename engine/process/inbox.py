@@ -9,10 +9,10 @@ ItemT = TypeVar("ItemT")
 
 
 class Inbox(Generic[ItemT]):
-    """An unbounded queue with one reader, which takes all there is at once.
+    """An unbounded queue whose one reader takes all items at once.
 
-    Each wait of `asyncio.Queue` looks for the running event loop, which in Python 3.11 is a system call. For each token
-    of each stream, that was a twentieth of the server's time.
+    Each wait of `asyncio.Queue` looks for the running event loop, which is a system call in Python 3.11. Made for each
+    token of each stream, it took a twentieth of the server's time.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Inbox(Generic[ItemT]):
             self._waiter.set_result(None)
 
     async def take(self) -> list[ItemT]:
-        """Everything that was put since the last call, in order; waits until there is something."""
+        """Take all items in order, and wait if there is none."""
         if not self._items:
             self._loop = self._loop or asyncio.get_running_loop()
             self._waiter = self._loop.create_future()

@@ -1,4 +1,4 @@
-"""Messages between the engine process and its client: tagged msgpack, with a limit on size. No pickle."""
+"""Messages between the engine process and its client: tagged msgpack of limited size, no pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
 
 MAX_MESSAGE_BYTES = 256 << 20
-"""Real messages are smaller: prompt logprobs of a long prompt are tens of megabytes."""
+"""Largest message. The largest real ones, prompt logprobs of a long prompt, have tens of megabytes."""
 MAX_LAUNCH_BYTES = 1 << 20
 
 
@@ -26,7 +26,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Take a request in."""
+    """Take a request."""
 
     request: GenerationRequest
 
@@ -44,22 +44,22 @@ class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
 
 
 class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
-    """Set whether an adapter stays on the device, and is brought there."""
+    """Pin or unpin an adapter."""
 
     ref: AdapterRef
     is_pinned: bool
 
 
 class TakeWeights(msgspec.Struct, frozen=True, tag="take_weights"):
-    """Have the weights of an ephemeral version in memory, and bring it to host memory."""
+    """Keep the weights of an ephemeral version, and bring it to host memory."""
 
     ref: AdapterRef
     place: MemoryPlace
-    """Where the bytes are open in the client's process."""
+    """Place of the bytes in the client's process, where they are open."""
 
 
 class DropWeights(msgspec.Struct, frozen=True, tag="drop_weights"):
-    """Let such weights go."""
+    """Forget the weights of an ephemeral version."""
 
     weights_sha256: str
 
@@ -69,16 +69,16 @@ class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
 
     query_id: int
     is_detailed: bool = False
-    """Whether it shall have what only a picture needs."""
+    """Include `page_map` and `batches`."""
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Compute nothing from now on, or go on."""
+    """Pause, or go on."""
 
     mode: PauseMode | None
-    """None goes on."""
+    """Kind of pause; None goes on."""
     is_ending: bool = False
-    """Whether all requests end."""
+    """End all requests."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
@@ -86,7 +86,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """The client has passed so many more messages of outputs on; an engine that is too far ahead waits for these."""
+    """The client has passed on `count` more messages of outputs. An engine that is too far ahead waits for this."""
 
     count: int
 
@@ -104,17 +104,17 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
-    """The engine cannot start; the process ends."""
+    """The engine cannot start, and the process ends."""
 
     message: str
     code: str
     is_setting: bool
-    """Whether a setting is wrong; then another try fails too."""
+    """True if a setting is wrong, so that another try would fail too."""
     param: str | None = None
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """All that one step did."""
+    """All outputs of one step."""
 
     outputs: list[RequestOutput]
 
@@ -127,7 +127,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """What the engine has to do; it sends this unasked."""
+    """Load of the engine, which it sends without a question."""
 
     load: EngineLoad
 
@@ -140,34 +140,36 @@ _encoder = msgspec.msgpack.Encoder()
 
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 decode_to_engine = _to_engine.decode
-"""A message from the client, read; `msgspec.DecodeError` where it is none."""
+"""Decode a message from the client; raises `msgspec.DecodeError` if it is none."""
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 decode_from_engine = _from_engine.decode
-"""A message from the engine, read; `msgspec.DecodeError` where it is none."""
+"""Decode a message from the engine; raises `msgspec.DecodeError` if it is none."""
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """A message as bytes.
+    """Encode a message.
 
     Raises:
-        ValueError: It exceeds `MAX_MESSAGE_BYTES`, or holds a number that msgpack has no room for.
+        ValueError: It exceeds `MAX_MESSAGE_BYTES`, or has a number that is too large for msgpack.
     """
     encoded = _encoder.encode(message)
     if len(encoded) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message may have {MAX_MESSAGE_BYTES} bytes, got {len(encoded)}")
+        raise ValueError(
+            f"a message may have at most {MAX_MESSAGE_BYTES} bytes, got {len(encoded)}"
+        )
     return encoded
 
 
 def encode_launch(launch: Launch) -> bytes:
-    """The launch line; paths are written as text."""
+    """Encode the launch line, with paths as text."""
     return msgspec.json.encode(launch, enc_hook=str) + b"\n"
 
 
 def decode_launch(line: bytes) -> Launch:
-    """The launch line, read.
+    """Decode the launch line.
 
     Raises:
-        msgspec.DecodeError: It is not one.
+        msgspec.DecodeError: It is no launch line.
         ConfigError: A setting is out of range.
     """
     return msgspec.json.decode(line, type=Launch, dec_hook=lambda kind, value: kind(value))

@@ -1,7 +1,7 @@
-"""Signs of life of the engine process, and when their absence means that it has stopped.
+"""Signs of life of the engine process, and the decision that it has stopped.
 
 A thread of the engine writes two counts to a page of memory that both processes share: its own beats, and the turns of
-the engine's loop. A process that is stopped shows neither. A step that never ends shows beats and no turns.
+the engine's loop. In a stopped process neither grows. In a step that never ends, only the beats grow.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOK_S = 0.5
-"""Seconds between two beats, and between two looks. Time is counted in looks: a client that stood still itself, or a
-machine that slept, finds out nothing about the engine in that time."""
+"""Seconds between two beats, and between two looks. Time is counted in looks, so a time in which the client stood still
+or the machine slept does not count."""
 SILENT_S = 6.0
-"""An engine at rest without a beat for this time has stopped."""
+"""Time without a beat after which an engine at rest has stopped."""
 SILENT_START_S = 30.0
-"""`SILENT_S` of an engine that starts: nothing beats before Python has imported it."""
+"""`SILENT_S` of a starting engine, which cannot beat before Python has imported it."""
 STUCK_S = 60.0
 """Shortest time without a turn of the loop after which a step counts as one that does not end."""
 STUCK_STEPS = 20.0
-"""`STUCK_S` in durations of the longest step, for slow machines."""
+"""`STUCK_S` in multiples of the longest step, for slow machines."""
 
 STARVED_CPU_S = 0.05
-"""A process that could run, and had less processor time than this between two looks, is kept from it by others."""
+"""A process that wants to run but gets less CPU time than this between two looks is starved by other processes."""
 
 _COUNTS = struct.Struct("=QQ")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _IS_TRACED = "t"
 _COULD_RUN = "R"
 _AT_REST = "ST"
-"""States of a process that waits, or was stopped. One that waits for a disk or for a core may be about to go on."""
+"""States of a process that waits or was stopped. A process that waits for a disk or a core may soon go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Counts at one moment, and the operating system's word on the process."""
+    """Counts at one moment, and the operating system's state of the process."""
 
     beats: int
     turns: int
     cpu_ticks: int = 0
-    """Processor time that it has used."""
+    """CPU time that it has used, in ticks."""
     state: str = "S"
-    """One letter, as in /proc/PID/stat."""
+    """State of the process: one letter, as in /proc/PID/stat."""
 
 
 class Pulse:
-    """The page with the counts, by its descriptor, which is left open."""
+    """The page with the counts, by its descriptor, which stays open."""
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, mmap.PAGESIZE)
 
     @staticmethod
     def create() -> int:
-        """Descriptor of a new page; it is in memory, so no full disk can stop a beat."""
+        """Make a page and return its descriptor. It is in memory, so a full disk cannot stop a beat."""
         fd = os.memfd_create("manylora-pulse")
         os.ftruncate(fd, mmap.PAGESIZE)
         return fd
@@ -67,39 +67,40 @@ class Pulse:
         _COUNTS.pack_into(self._page, 0, beats, turns)
 
     def signs(self, pid: int) -> Signs:
-        """The counts now, of the process with this id."""
+        """Read the counts, and the state of the process with this id."""
         beats, turns = _COUNTS.unpack_from(self._page)
         try:
-            # The name before the last parenthesis may hold anything.
+            # The name before the last parenthesis may contain anything.
             fields = (
                 Path(f"/proc/{pid}/stat")
                 .read_text(encoding="utf-8", errors="replace")
                 .rpartition(")")[2]
                 .split()
             )
-        except OSError:  # it has ended, which others notice
+        except OSError:  # the process has ended, which is noticed elsewhere
             return Signs(beats, turns)
         return Signs(beats, turns, cpu_ticks=int(fields[11]) + int(fields[12]), state=fields[0])
 
 
 class Heart:
-    """The thread of the engine that beats, as long as the interpreter runs.
+    """Thread of the engine that beats while the interpreter runs.
 
     Args:
-        pulse: Where it writes.
+        pulse: Page that it writes to.
     """
 
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
         self.turns: Callable[[], int] = lambda: 0
-        """Counts what the engine's loop has done."""
+        """Returns the number of turns of the engine's loop."""
 
     def start(self) -> None:
         """Beat until the process ends."""
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 
     def _beat(self) -> None:
-        beats, pause = 0, threading.Event()
+        beats = 0
+        pause = threading.Event()
         while True:
             beats += 1
             self._pulse.write(beats, self.turns())
@@ -107,11 +108,11 @@ class Heart:
 
 
 class StallDetector:
-    """Judges the signs of one life of the engine, which are shown to it every `LOOK_S`.
+    """Judges the signs of one life of the engine. It gets them every `LOOK_S`.
 
     Args:
-        silent_s: Seconds without a beat that mean a stop.
-        stuck_s: Seconds without a turn that mean a step without an end.
+        silent_s: Seconds without a beat after which the process has stopped.
+        stuck_s: Seconds without a turn after which a step does not end.
     """
 
     def __init__(self, silent_s: float = SILENT_S, stuck_s: float = STUCK_S) -> None:
@@ -122,7 +123,7 @@ class StallDetector:
         self._stuck_looks = 0
 
     def problem(self, signs: Signs) -> str | None:
-        """A sentence about the engine if it has stopped; None while it lives."""
+        """Sentence about the stall of the engine; None while it lives."""
         last, self._last = self._last, signs
         if last is None or signs.state == _IS_TRACED:  # a debugger holds it
             self._silent_looks = self._stuck_looks = 0

@@ -1,4 +1,4 @@
-"""One life of the engine process: the process, the connection to it, and when to start the next one."""
+"""One life of the engine process: the process, the connection to it, and the time of the next start."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from manylora.errors import ConfigError, EngineUnavailableError
 
 SOCKET_NAME = "engine"
 MAX_SOCKET_PATH = 100
-"""The system takes 107 characters; some room for the folder's random part."""
+"""Largest path of a socket's parent. The system takes 107 characters; the rest is for the folder's random part."""
 
 CRASH_LOOP_DEATHS = 3
 CRASH_LOOP_LIFE_S = 60.0
-"""An engine that dies within this time after it became ready, or before it is ready, has crashed."""
+"""An engine that dies before it is ready, or within this time after that, has crashed."""
 CRASH_LOOP_DELAY_S = 30.0
 SECOND_DELAY_S = 1.0
 
 ASKED_S = 5.0
-"""How long an engine has to end after it was asked to."""
+"""Grace period after the request to end, in seconds."""
 ENDED_INPUT_S = 7.0
-"""And after its standard input was closed."""
+"""Grace period after closing standard input, in seconds."""
 LAST_WORDS_S = 0.5
-"""How long to wait for a last message of a process that has ended."""
+"""Longest wait for a last message of an ended process, in seconds."""
 
 
 class EngineConnection:
-    """An engine process with its private folder, which only this user may enter, and the socket to it.
+    """An engine process, its private folder, and the socket to it.
 
     Belongs to one event loop.
 
     Args:
         config: Settings of the engine.
-        worker: A process that waits for its launch; one is started when None.
+        worker: A process that waits for its launch; None starts one.
     """
 
     def __init__(self, config: Config, worker: Worker | None = None) -> None:
@@ -55,7 +55,7 @@ class EngineConnection:
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
-        """Done with the exit code when the process has ended."""
+        """Exit code, once the process has ended."""
         self._popen: subprocess.Popen[bytes] | None = None
         self._pulse: Pulse | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="manylora-", dir=_short_folder()))
@@ -73,7 +73,7 @@ class EngineConnection:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, once started."""
+        """Process id of the engine; None before it is started."""
         return self._popen.pid if self._popen else None
 
     async def start(self) -> messages.Ready:
@@ -81,7 +81,7 @@ class EngineConnection:
 
         Raises:
             ConfigError: A setting is wrong.
-            EngineUnavailableError: It ended, or stopped, without being ready.
+            EngineUnavailableError: It ended or stalled before it was ready.
         """
         self._start_process()
         receiving = asyncio.ensure_future(self.receive())
@@ -108,12 +108,12 @@ class EngineConnection:
             raise kind(first.message, code=first.code, param=first.param)
         if not isinstance(first, messages.Ready):
             raise EngineUnavailableError(
-                f"The engine's first word was {type(first).__name__}, not Ready."
+                f"The engine's first message was {type(first).__name__}, not Ready."
             )
         return first
 
     async def stall(self, detector: StallDetector) -> str:
-        """Watch the process until it does not go on, although it lives; returns what is wrong with it."""
+        """Watch the process until it stalls, and return a sentence about that."""
         problem = None
         while problem is None:
             await asyncio.sleep(LOOK_S)
@@ -122,13 +122,13 @@ class EngineConnection:
         return problem
 
     async def receive(self) -> messages.FromEngine:
-        """The next message."""
+        """Receive the next message."""
         return messages.decode_from_engine(await self._socket.recv())
 
     def receive_now(self) -> messages.FromEngine | None:
-        """The next message, if it is there already."""
+        """Receive the next message if it has come already."""
         receiving = cast("asyncio.Future[bytes]", self._socket.recv(zmq.NOBLOCK))
-        # Receiving without waiting is over when the call returns.
+        # A receive without waiting is complete when the call returns.
         return (
             None
             if isinstance(receiving.exception(), zmq.Again)
@@ -144,12 +144,12 @@ class EngineConnection:
         sending = cast(
             "asyncio.Future[Any]", self._socket.send(messages.encode(message), zmq.NOBLOCK)
         )
-        # Sending without waiting is over when the call returns.
+        # A send without waiting is complete when the call returns.
         if isinstance(sending.exception(), zmq.ZMQError):
             raise EngineUnavailableError("The engine is gone; it is being restarted.")
 
     async def close(self) -> None:
-        """Ask the process to end, then close its input, then kill it; returns when it is gone."""
+        """Ask the process to end, then close its input, then kill it. Returns when it is gone."""
         try:
             if not self.exited.done():
                 with suppress(EngineUnavailableError):
@@ -161,7 +161,7 @@ class EngineConnection:
             await self.kill()
 
     async def kill(self) -> None:
-        """End the process now, if it still lives, and remove its traces."""
+        """End the process now if it still lives, and remove its files."""
         if self._popen is not None and not self.exited.done():
             self._popen.kill()
             await asyncio.shield(self.exited)
@@ -169,13 +169,14 @@ class EngineConnection:
 
     def _start_process(self) -> None:
         worker = self._worker or start_worker()
-        popen, self._pulse = worker.process, worker.pulse
+        popen = worker.process
+        self._pulse = worker.pulse
         self._popen = popen
         threading.Thread(
             target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True
         ).start()
         if popen.stdin is not None:
-            with suppress(BrokenPipeError):  # it died at once; its exit code says so
+            with suppress(BrokenPipeError):  # it died at once; its exit code tells that
                 popen.stdin.write(
                     messages.encode_launch(
                         messages.Launch(self._config, self.address, worker.pulse_fd)
@@ -189,22 +190,22 @@ class EngineConnection:
             self._loop.call_soon_threadsafe(self.exited.set_result, code)
 
     def _end_input(self) -> None:
-        """Close the standard input of the process, which ends it softly within seconds."""
+        """Close the standard input of the process, so that it ends softly within seconds."""
         if self._popen is not None and self._popen.stdin is not None:
             with suppress(BrokenPipeError):
                 self._popen.stdin.close()
 
     def _clean_up(self) -> None:
-        """Remove what an ended process leaves."""
+        """Remove the files of an ended process."""
         self._context.destroy(linger=0)
         self._end_input()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RestartPolicy:
-    """When to start again: at once, then after a second, and every half minute where it keeps dying.
+    """Decides when to start again: at once, then after a second, and every half minute if it keeps dying.
 
-    Only the time after an engine became ready counts as its life: loading a model may take minutes.
+    The life of an engine begins when it is ready, because loading a model may take minutes.
 
     Args:
         clock: Monotonic seconds.
@@ -213,13 +214,13 @@ class RestartPolicy:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_deaths = 0
-        """In a row, with no life longer than `CRASH_LOOP_LIFE_S` between them."""
+        """Number of deaths in a row, without a life longer than `CRASH_LOOP_LIFE_S` between them."""
         self._ready_s: float | None = None
-        """When the engine that lives became ready; None while none is ready."""
+        """Time at which the living engine became ready; None while none is ready."""
 
     @property
     def is_crash_loop(self) -> bool:
-        """Whether it died too often with too short a life between."""
+        """True if it died too often, with a too short life each time."""
         return self._num_deaths >= CRASH_LOOP_DEATHS
 
     def became_ready(self) -> None:
@@ -227,7 +228,7 @@ class RestartPolicy:
         self._ready_s = self._clock()
 
     def died(self) -> float:
-        """Note a death; returns the seconds to wait before the next start."""
+        """Note a death, and return the seconds to wait before the next start."""
         if self._ready_s is not None and self._clock() - self._ready_s > CRASH_LOOP_LIFE_S:
             self._num_deaths = 0
         self._ready_s = None

@@ -1,7 +1,7 @@
 """The engine process: `python -P -m manylora.engine.process.worker`, started by the client, driven over ZeroMQ.
 
-The first line on standard input is the launch; standard input then stays open, and its end is the end of the process,
-so no engine outlives its parent. SIGINT and SIGTERM are ignored: the parent drains, then closes the engine.
+The first line on standard input is the launch. Standard input then stays open. The process ends when it ends, so no
+engine outlives its parent. SIGINT and SIGTERM are ignored: the parent drains, then closes the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wakeup:
         os.set_blocking(self._writer, False)
 
     def fileno(self) -> int:
-        """The descriptor to poll for reading."""
+        """Descriptor to poll for reading."""
         return self._reader
 
     def wake(self) -> None:
@@ -49,7 +49,7 @@ class Wakeup:
             os.write(self._writer, b"\0")
 
     def clear(self) -> None:
-        """Forget all wakeups so far."""
+        """Drop all wakeups so far."""
         with suppress(BlockingIOError):
             while os.read(self._reader, 4096):
                 pass
@@ -58,33 +58,33 @@ class Wakeup:
 logger = logging.getLogger("manylora.engine")
 
 IDLE_POLL_MS = 1000
-"""While nothing lives the engine wakes this often, to tidy up after loads that nobody waits for."""
+"""Longest sleep without requests. The engine wakes to finish loads that nobody waits for."""
 BLOCKED_POLL_MS = 20
-"""While requests live and none can be computed, the engine looks again this often; finished loads wake it at once."""
+"""Longest sleep with requests of which none can be computed. Finished loads wake the engine at once."""
 LOAD_PERIOD_S = 0.1
-"""While the engine works it says this often what it has to do."""
+"""Period of the load reports while the engine works, in seconds."""
 MAX_STEPS_AHEAD = 4
-"""The engine computes no further step while the outputs of so many wait for the client. They are passed on while the
-next ones are computed. Without a bound, outputs pile up before the client, and the first token of a tenant that asks
-for little stands behind all of them."""
+"""Largest number of steps whose outputs wait for the client (back-pressure). Outputs are passed on while the next steps
+are computed. Without a bound, outputs pile up before the client, and the first token of a tenant with few requests
+waits behind all of them."""
 EXIT_GRACE_S = 5.0
-"""How long the process may take to end, after its standard input ended or the engine failed, before it ends hard."""
+"""Seconds for a soft end after standard input ended or the engine failed; then the process ends hard."""
 GPU_SWITCH_INTERVAL_S = 5e-4
-"""How long a thread that loads adapters may keep the interpreter while the engine's thread waits for it. Python's 5 ms
-are a whole step of a GPU; on a CPU steps take longer, and the C++ kernels do without the interpreter."""
+"""Longest time for which a loading thread may keep the interpreter while the engine's thread waits. Python's default of
+5 ms is a whole step of a GPU. On a CPU steps take longer, and the C++ kernels do not need the interpreter."""
 
 
 @dataclass(eq=False)
 class EngineLoop:
-    """Reads messages, pumps the core, sends outputs: a message a step, at most `MAX_STEPS_AHEAD` before the client."""
+    """Reads messages, pumps the core, and sends a message of outputs per step, at most `MAX_STEPS_AHEAD` ahead."""
 
     core: EngineCore
     memory: MemoryBlobs
-    """Takes weights that are in no store."""
+    """Memory for weights that are in no store."""
     socket: zmq.Socket[bytes]
-    """Connected to the client."""
+    """Socket to the client."""
     wakeup: Wakeup
-    """Woken when a load is done or the parent is gone."""
+    """Wakes the loop when a load is done or the parent is gone."""
     parent_gone: threading.Event
 
     def __post_init__(self) -> None:
@@ -93,17 +93,17 @@ class EngineLoop:
         self._poller.register(self.wakeup.fileno(), zmq.POLLIN)
         self._is_open = True
         self._next_load_s = 0.0
-        self._is_idle_told = True
+        self._is_idle_reported = True
         self._num_ahead = 0
-        """Messages of outputs that the client has not passed on."""
+        """Number of messages of outputs that the client has not passed on."""
         self._num_rounds = 0
 
     def turns(self) -> int:
-        """Count of what this has done: rounds, and kernels that a step waited for. Any thread may ask."""
+        """Number of turns: rounds, and compiled kernels that a step waited for. Any thread may ask."""
         return self._num_rounds + self.core.num_compiles
 
     def run(self) -> None:
-        """Serve until the client says so or is gone."""
+        """Serve until the client ends it or is gone."""
         timeout_ms = 0
         while True:
             self._num_rounds += 1
@@ -117,7 +117,7 @@ class EngineLoop:
             if outputs:
                 self._send(messages.Outputs(outputs=outputs))
                 self._num_ahead += 1
-            self._tell_load()
+            self._report_load()
             timeout_ms = BLOCKED_POLL_MS if self.core.has_work() else IDLE_POLL_MS
             if self.core.num_steps > steps_before and not self._is_too_far_ahead():
                 timeout_ms = 0
@@ -125,16 +125,17 @@ class EngineLoop:
     def _is_too_far_ahead(self) -> bool:
         return self._num_ahead >= MAX_STEPS_AHEAD
 
-    def _tell_load(self) -> None:
-        """Send the load every `LOAD_PERIOD_S` while there is work, and once when there is none any more."""
-        has_work, now_s = self.core.has_work(), time.monotonic()
-        if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
+    def _report_load(self) -> None:
+        """Send the load every `LOAD_PERIOD_S` while there is work, and once when there is no more."""
+        has_work = self.core.has_work()
+        now_s = time.monotonic()
+        if (now_s >= self._next_load_s) if has_work else not self._is_idle_reported:
             self._send(messages.Load(self.core.load()))
             self._next_load_s = now_s + LOAD_PERIOD_S
-        self._is_idle_told = not has_work
+        self._is_idle_reported = not has_work
 
     def _read(self) -> list[RequestOutput]:
-        """Act on every message that is there; returns the refusals."""
+        """Act on all messages that have come, and return the refusals."""
         refusals: list[RequestOutput] = []
         while self._is_open:
             try:
@@ -206,7 +207,7 @@ class EngineLoop:
 
 
 def main() -> int:
-    """Run the process; returns its exit code."""
+    """Run the process, and return its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(
@@ -220,7 +221,8 @@ def main() -> int:
     launch = messages.decode_launch(line)
     heart = Heart(Pulse(launch.pulse_fd))
     heart.start()
-    wakeup, parent_gone = Wakeup(), threading.Event()
+    wakeup = Wakeup()
+    parent_gone = threading.Event()
     threading.Thread(
         target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True
     ).start()
@@ -252,7 +254,7 @@ def _serve(
         )
         socket.send(messages.encode(failed))
         return 2
-    parts.grammar_tokens.prepare()  # later, all requests would wait for it
+    parts.grammar_tokens.prepare()  # done later, it would hold up all requests
     _tune_interpreter(parts.ready.device)
     loop = EngineLoop(parts.core, parts.memory, socket, wakeup, parent_gone)
     heart.turns = loop.turns
@@ -264,7 +266,7 @@ def _serve(
         loop.run()
     except Exception:
         logger.exception("the engine ends")
-        # A lost device may never answer what closing asks of it, and the parent waits for the end of this process.
+        # A lost device may never answer, and the parent waits for the end of this process.
         threading.Thread(target=_end_hard, name="end-hard", daemon=True).start()
         return 1
     finally:
@@ -273,20 +275,20 @@ def _serve(
 
 
 def _tune_interpreter(device: str) -> None:
-    gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
-    gc.set_threshold(10_000, 20)  # few of its objects are in cycles
+    gc.freeze()  # a full collection of the objects of torch and transformers would take 0.3 s
+    gc.set_threshold(10_000, 20)  # few objects are in cycles
     if device.startswith("cuda"):
         sys.setswitchinterval(GPU_SWITCH_INTERVAL_S)
 
 
 def _end_hard() -> None:
-    """End the process when a soft end had its time."""
+    """End the process after the time for a soft end."""
     threading.Event().wait(EXIT_GRACE_S)
     os._exit(1)
 
 
 def _remove_socket(address: str) -> None:
-    """Remove the socket and its folder, where the parent died without doing so."""
+    """Remove the socket and its folder, in case the parent died before it did."""
     path = Path(address.removeprefix("ipc://"))
     with suppress(OSError):
         path.unlink(missing_ok=True)
@@ -294,7 +296,7 @@ def _remove_socket(address: str) -> None:
 
 
 def _watch_parent(wakeup: Wakeup, parent_gone: threading.Event) -> None:
-    """Wait for the end of standard input, then end the process: softly, and hard if that takes long."""
+    """Wait for the end of standard input, then end the process softly, or hard if that takes too long."""
     while os.read(0, 4096):
         pass
     parent_gone.set()

@@ -1,7 +1,7 @@
-"""The start of an engine process, before what it shall do is known.
+"""The start of an engine process, before its settings are known.
 
-It imports torch for a second or more, so a server starts it before it imports what it needs itself. Importing this
-module takes no time.
+The process imports torch for a second or more, so a server starts it before its own imports. Importing this module
+takes no time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from manylora.engine.process.pulse import Pulse
 KEPT_FROM_ENGINE = frozenset(
     {"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_REGISTRY__DATABASE_URL"}
 )
-"""Environment variables that the engine does not need and does not get."""
+"""Environment variables that the engine does not get, because it does not need them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """An engine process that waits for its launch on standard input, and ends with that."""
+    """An engine process that waits for its launch on standard input, and ends when standard input ends."""
 
     process: subprocess.Popen[bytes]
     pulse: Pulse
     pulse_fd: int
-    """Descriptor of the page of `pulse` in the process."""
+    """Descriptor of the page of `Pulse` in the process."""
 
 
 def start_worker() -> Worker:

@@ -1,1 +1,1 @@
-"""From text to tokens and back."""
+"""Text to tokens and back."""

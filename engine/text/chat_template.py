@@ -1,7 +1,7 @@
-"""The chat template of a checkpoint: a program that writes a conversation as the model reads it, run by `transformers`.
+"""The chat template of a checkpoint: a program that writes a conversation for the model, run by `transformers`.
 
-A template is code of a folder that somebody downloaded. It cannot leave Jinja's sandbox, but it may take any time and
-memory: a server renders in a process that has limits of both.
+A template is code from a downloaded folder. It cannot leave Jinja's sandbox, but it may take any time and memory, so a
+server renders in a process with limits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from manylora.errors import InvalidRequestError
 
 MAX_CHARACTERS = 1 << 23
-"""Most that a template may write."""
+"""Largest text that a template may write."""
 _MAX_REASON = 300
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 UNUSABLE = "chat_template_unusable"
@@ -27,8 +27,8 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        source: In Jinja; of several templates each by its name. Empty where the model has none.
-        variables: What the template knows beside the conversation: the special tokens.
+        source: Template in Jinja, or several by name; empty if the model has none.
+        variables: Variables of the template beside the conversation: the special tokens.
     """
 
     source: str | dict[str, str]
@@ -36,7 +36,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The template; of several, all of them."""
+        """Text of the template, or of all templates if there are several."""
         return self.source if isinstance(self.source, str) else "\n".join(self.source.values())
 
     def render(
@@ -48,18 +48,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """A conversation as the template writes it.
+        """Write a conversation with the template.
 
         Args:
-            messages: As the template expects them.
-            tools: What may be called; none of it is shown where it is empty.
+            messages: Messages in the form of the template.
+            tools: Tools that may be called; an empty list is not shown to the template.
             template_kwargs: Further variables of the template.
-            add_generation_prompt: Whether to end where the assistant begins to speak.
-            continue_final_message: Whether to end inside the last message.
+            add_generation_prompt: End where the assistant begins to speak.
+            continue_final_message: End inside the last message.
 
         Raises:
             InvalidRequestError: There is no template, it is broken, or it refuses these messages.
-            MemoryError: It needs more than there is.
+            MemoryError: There is not enough memory.
         """
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -77,7 +77,7 @@ class ChatTemplate:
             raise
         except TemplateSyntaxError as error:
             raise unusable(f"is not valid Jinja at line {error.lineno}") from error
-        except Exception as error:  # a template may fail by anything
+        except Exception as error:  # a template may raise anything
             own = " ".join(str(error).split())[:_MAX_REASON] if type(error) is TemplateError else ""
             reason = f' It says: "{own}"' if own else ""
             message = "The model's chat template does not take these messages: check their roles, order and content."
@@ -102,11 +102,11 @@ class ChatTemplate:
 
 
 def unusable(reason: str) -> InvalidRequestError:
-    """The refusal of a chat by the model's fault."""
+    """Make the refusal of a chat that the model's template cannot write."""
     message = f"This model's chat template {reason}. {_USE_COMPLETIONS}"
     return InvalidRequestError(message, code=UNUSABLE, param="messages")
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers shows it to templates."""
+    """Copy a message without None, as transformers shows it to templates."""
     return {name: value for name, value in message.items() if value is not None}

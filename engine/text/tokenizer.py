@@ -1,7 +1,7 @@
-"""The model's tokenizer and chat template, through `transformers`; no code of the checkpoint is ever run.
+"""The model's tokenizer and chat template, with `transformers`. No code of the checkpoint is ever run.
 
-`transformers` is imported when a tokenizer is made. Encoding and rendering take milliseconds and belong in a thread,
-where long texts do not hold the interpreter's lock.
+`transformers` is imported when a tokenizer is made. Encoding and rendering take milliseconds and belong in a thread;
+long texts do not hold the interpreter's lock there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from manylora.errors import ConfigError, InvalidRequestError
 
 MAX_TOKEN_ID = 1 << 31
 LONG = 4096
-"""From this many characters or tokens on, the interpreter's lock is released meanwhile."""
+"""Texts with at least this many characters or tokens release the interpreter's lock."""
 NFC_SHRINKS = 4
-"""Most bytes of a text for each byte of its normal form C."""
+"""Largest number of bytes of a text per byte of its normal form C."""
 MAX_SWELLING = 4
 _DROPPING = ("Removed", "Whitespace", "Bert", "CharDelimiterSplit")
-"""Words in the description of pre-tokenizers that leave out parts of a text."""
+"""Words in the description of a pre-tokenizer that drops parts of a text."""
 
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Refuse a text at which the library panics, as its regular expressions do after many steps."""
+    """Refuse a text at which the library panics. Its regular expressions do so after many steps."""
     try:
         yield
     except (
@@ -56,11 +56,11 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer
 
-        # Else the first long text starts a thread on every core.
+        # Without this, the first long text starts a thread on every core.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251 - `tokenizers` reads it
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        except Exception as error:  # transformers checks little of what the files say
+        except Exception as error:  # transformers checks little of the files
             reason = " ".join(str(error).split())[:200]
             message = (
                 f"model.path must have a tokenizer, got {path}: {reason or type(error).__name__}"
@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids below this have a text; the model may know more."""
+        """Ids below this have a text. The model may have more."""
         return len(self._tokenizer)
 
     @cached_property
@@ -102,18 +102,18 @@ class Tokenizer:
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """What the checkpoint says of how its answers are to be read, for transformers' parser."""
+        """The checkpoint's description of its answers, for transformers' parser."""
         return getattr(self._tokenizer, "response_template", None)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens, by their text."""
+        """Ids of the special tokens by their text."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @property
     def grammar_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that grammars name by id: to llguidance, tags among the added tokens are special too."""
+        """Ids of the tokens that grammars name by id. For llguidance, tags among the added tokens are special too."""
         added = self._backend.get_added_tokens_decoder()
         ids = {token.content: token_id for token_id, token in added.items()}
         return self.special_tokens | {
@@ -121,7 +121,7 @@ class Tokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the model's own start token if wanted.
+        """Encode a text, with the model's own start token if wanted.
 
         Raises:
             InvalidRequestError: A regular expression of the tokenizer takes too long for this text.
@@ -137,13 +137,14 @@ class Tokenizer:
         return token_ids
 
     def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Where in a text each of its tokens begins; of those that share a character, where this begins.
+        """Place in a text where each of its tokens begins. Tokens that share a character have that character's place.
 
         Raises:
-            InvalidRequestError: As `encode`.
+            InvalidRequestError: As in `encode`.
         """
-        encode = self._backend.encode_batch  # which holds no lock meanwhile
-        offsets, end = [0], 0
+        encode = self._backend.encode_batch  # it releases the lock
+        offsets = [0]
+        end = 0
         with _own_errors():
             encoding = encode([text], add_special_tokens=add_special_tokens)[0]
         for start, stop in encoding.offsets:
@@ -153,7 +154,7 @@ class Tokenizer:
         return offsets[1:]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; unknown ids have none."""
+        """Text of token ids. Unknown ids have none."""
         if len(token_ids) < LONG:
             text: str = self._backend.decode(
                 list(token_ids), skip_special_tokens=skip_special_tokens
@@ -166,10 +167,11 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """Most bytes of a text for each of its tokens; None where that cannot be told, since parts may be left out."""
+        """Largest number of bytes of a text per token; None if it is unknown, as parts of a text may be dropped."""
         backend = self._backend
         added = backend.get_added_tokens_decoder().values()
-        normalizer, pieces = str(backend.normalizer), backend.get_vocab(with_added_tokens=False)
+        normalizer = str(backend.normalizer)
+        pieces = backend.get_vocab(with_added_tokens=False)
         is_bytes = (
             "ByteLevel" in str(backend.pre_tokenizer) and type(backend.model).__name__ == "BPE"
         )
@@ -187,7 +189,7 @@ class Tokenizer:
         """True if normalizing multiplies the length of a long text by more than `MAX_SWELLING`, as NFKC can.
 
         Raises:
-            InvalidRequestError: As `encode`.
+            InvalidRequestError: As in `encode`.
         """
         normalizer = self._backend.normalizer
         if len(text) < LONG or str(normalizer) in ("None", "NFC()"):
@@ -201,7 +203,7 @@ class Tokenizer:
             )
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks.
+        """Encode a conversation, up to where the assistant speaks.
 
         Raises:
             InvalidRequestError: The model has no chat template, or its template refuses these messages.
@@ -209,10 +211,10 @@ class Tokenizer:
         return self.encode(self.chat_template.render(messages), add_special_tokens=False)
 
     def check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
-        """Refuse variables of a chat template that are not the client's.
+        """Refuse variables of a chat template that a client may not set.
 
         Raises:
-            InvalidRequestError: One has a name that Manylora or transformers sets.
+            InvalidRequestError: Manylora or transformers sets a variable of this name.
         """
         taken = sorted(self._template_names.intersection(template_kwargs))
         if taken:
@@ -223,18 +225,18 @@ class Tokenizer:
 
     @cached_property
     def _template_names(self) -> frozenset[str]:
-        """Variables of chat templates that are not the client's."""
+        """Variables of chat templates that a client may not set."""
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({*own, "conversations", "messages", *self._tokenizer.special_tokens_map})
 
     def may_end_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether text up to this token can be final: a raw byte may need others, and skipped tokens have none."""
+        """True if the text up to this token can be final. A raw byte may need others; skipped tokens have no text."""
         return token_id not in self._byte_tokens and not (
             skip_special_tokens and token_id in self._special_ids
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; tokens may hold parts of characters."""
+        """Bytes of a token, which may be part of a character."""
         if token_id in self._byte_tokens:
             return bytes([self._byte_tokens[token_id]])
         piece: str | None = self._backend.id_to_token(token_id)
@@ -243,14 +245,14 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def _token_text(self, token_id: int) -> str:
-        """Text of one token as it stands inside a text, special tokens spelled out."""
+        """Text of a token inside a text. Special tokens are spelled out."""
         anchor = self._anchor
         before = self.decode(anchor, skip_special_tokens=False)
         return self.decode([*anchor, token_id], skip_special_tokens=False)[len(before) :]
 
     @cached_property
     def _anchor(self) -> list[int]:
-        """A token to stand before another, because decoders drop the space that starts a text."""
+        """A token to put before another, because decoders drop the space at the start of a text."""
         return self.encode("a", add_special_tokens=False)[-1:]
 
     @cached_property
@@ -259,7 +261,7 @@ class Tokenizer:
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:
-        """Tokens that stand for their own letters in every vocabulary."""
+        """Added tokens, which stand for their own letters in every vocabulary."""
         return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
@@ -268,7 +270,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_of_letter(self) -> dict[str, int]:
-        """The letters by which a byte-level vocabulary spells bytes; of another vocabulary none."""
+        """Bytes by the letters that spell them in a byte-level vocabulary; empty for other vocabularies."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         letters = bytes_to_unicode()  # type: ignore[no-untyped-call]
@@ -284,7 +286,7 @@ class Tokenizer:
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
-    """The end-of-sequence tokens that generation config, model config and tokenizer config name; there may be none."""
+    """End-of-sequence tokens in generation config, model config and tokenizer config; there may be none."""
     token_ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         named = read_object(folder / name).get("eos_token_id")
@@ -315,10 +317,10 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file, or something else in it.
+    """Read the JSON object in a file; empty if there is no file or no object in it.
 
     Raises:
-        ConfigError: It is no JSON.
+        ConfigError: The file is no JSON.
     """
     if not path.is_file():
         return {}

@@ -17,36 +17,49 @@ from manylora.kernels.plain.attention import check_operands
 from manylora.kernels.plain.rows import check_kv_write, check_rope
 
 TASK_ROWS = 128
-"""Query rows, over the heads of a KV group, that are computed together."""
+"""Query rows that are computed together, times the heads of a KV group."""
 ARGUMENTS = "iiiiiifiiiiiiiiiiifii"
-"""Of `attend` in C++, as `native_function` has them."""
+"""Types of the arguments of `attend` in C++, as `native_function` takes them."""
 
 
 def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
     Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`. While values are finite, a row's result
-    is bitwise the same whatever else is in the batch and however its prompt was cut.
+    is bit for bit the same, whatever else is in the batch and wherever its prompt was cut.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
-        MemoryError: There is none left.
+        MemoryError: No memory is left.
     """
     check_operands(q, kv, batch)
     tasks = _tasks(batch, q.shape[1], kv.k.shape[1])
     out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
-    heads, group = kv.k.shape[1], q.shape[1] // kv.k.shape[1]
+    heads = kv.k.shape[1]
+    group = q.shape[1] // kv.k.shape[1]
     is_short = native_function("attend", q.dtype, ARGUMENTS, ctypes.c_bool)(
-        *(q.data_ptr(), q.stride(0), q.stride(1)),
-        *(0, 0, 0, 0.0, 0, 0, 0),  # no rows to be normed, rotated and stored
-        *(
-            kv.address,
-            batch.block_table.data_ptr(),
-            batch.block_table.shape[1],
-            tasks.ctypes.data,
-            len(tasks),
-        ),
-        *(heads, group, q.shape[2], scale, kv.window or 0, out.data_ptr()),
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        # No rows are normed, rotated and stored.
+        0,
+        0,
+        0,
+        0.0,
+        0,
+        0,
+        0,
+        kv.address,
+        batch.block_table.data_ptr(),
+        batch.block_table.shape[1],
+        tasks.ctypes.data,
+        len(tasks),
+        heads,
+        group,
+        q.shape[2],
+        scale,
+        kv.window or 0,
+        out.data_ptr(),
     )
     _expect_memory(is_short)
     return out
@@ -61,21 +74,32 @@ def attend(
     batch: AttentionBatch,
     scale: float,
 ) -> Tensor:
-    """All of a layer between its fused projection and its output projection.
+    """Compute a layer between its fused projection and its output projection.
 
     Semantics and arguments: `manylora.kernels.attend.attend`. The result is overwritten by the next call with the
     same batch.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
-        MemoryError: There is none left.
+        MemoryError: No memory is left.
     """
-    # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    # Checks cost time in each step, so operands of the same kind as in an earlier layer are not checked again.
     cos, sin = rotation.factors()
     key = (
-        *("attend", qkv.shape, qkv.stride(), qkv.dtype, kv.kind),
-        *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype),
-        *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
+        "attend",
+        qkv.shape,
+        qkv.stride(),
+        qkv.dtype,
+        kv.kind,
+        slot_mapping.shape,
+        slot_mapping.stride(),
+        slot_mapping.dtype,
+        cos.shape,
+        cos.stride(),
+        cos.dtype,
+        sin.shape,
+        sin.stride(),
+        sin.dtype,
     )
     _, heads, _, head_dim = kv.k.shape
     num_heads = qkv.shape[1] // head_dim - 2 * heads
@@ -96,16 +120,27 @@ def attend(
         (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
     )
     is_short = native_function("attend", qkv.dtype, ARGUMENTS, ctypes.c_bool)(
-        *(qkv.data_ptr(), qkv.shape[1], head_dim),
-        *(len(qkv), q_norm, k_norm, eps, cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
-        *(
-            kv.address,
-            batch.block_table.data_ptr(),
-            batch.block_table.shape[1],
-            tasks.ctypes.data,
-            len(tasks),
-        ),
-        *(heads, num_heads // heads, head_dim, scale, kv.window or 0, out.data_ptr()),
+        qkv.data_ptr(),
+        qkv.shape[1],
+        head_dim,
+        len(qkv),
+        q_norm,
+        k_norm,
+        eps,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slot_mapping.data_ptr(),
+        kv.address,
+        batch.block_table.data_ptr(),
+        batch.block_table.shape[1],
+        tasks.ctypes.data,
+        len(tasks),
+        heads,
+        num_heads // heads,
+        head_dim,
+        scale,
+        kv.window or 0,
+        out.data_ptr(),
     )
     _expect_memory(is_short)
     return out
@@ -114,15 +149,16 @@ def attend(
 def _expect_memory(is_short: bool) -> None:
     if is_short:
         raise MemoryError(
-            "no memory left for attention; see memory.gib and memory.host_gib, which may be smaller"
+            "no memory is left for attention; set memory.gib or memory.host_gib to less"
         )
 
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys that the first row sees."""
+    """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys of the first row."""
     batch.expect_lists()
     most = max(1, TASK_ROWS * num_kv_heads // num_heads)
-    tasks, row = [], 0
+    tasks = []
+    row = 0
     for request, (rows, context) in enumerate(
         zip(batch.query_lens, batch.context_lens_host, strict=True)
     ):
@@ -132,7 +168,6 @@ def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarr
                 (request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)
             ]
         row += rows
-    tasks.sort(
-        key=lambda task: -task[2] * task[3]
-    )  # the most expensive first, so no thread ends with one
+    # The most expensive tasks come first, so that no thread ends with one of them.
+    tasks.sort(key=lambda task: -task[2] * task[3])
     return np.array(tasks, dtype=np.int32).reshape(-1, 4)

@@ -1,8 +1,8 @@
 """Compiling the CPU kernels in C++ for the CPU at hand.
 
 Needs neither torch nor any other package, so `scripts/setup` compiles while those are installed:
-`python -P -m manylora.kernels.native.compilation`. What was compiled lies in the user's cache folder under a name that
-is the hash of all that went into it: sources, compiler, flags and CPU.
+`python -P -m manylora.kernels.native.compilation`. A compiled library lies in the user's cache folder. Its name is the
+hash of sources, compiler, flags and CPU.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class NativeUnavailableError(RuntimeError):
 
 
 def compiled_library(flags: tuple[str, ...], folder: Path | None = None) -> Path:
-    """The library that is compiled with these flags, and compiled now where it is missing.
+    """Return the library that is compiled with these flags; compile it if it is missing.
 
-    A process that is compiling is waited for.
+    If another process is compiling it, this one waits.
 
     Args:
-        flags: For the compiler.
-        folder: Where compiled libraries are kept; the user's cache folder when None.
+        flags: Options for the compiler.
+        folder: Where compiled libraries are kept; None is the user's cache folder.
 
     Raises:
         NativeUnavailableError: No compiler, a failed compilation, or no folder that only this user can write to.
@@ -76,7 +76,7 @@ def cpu_features() -> frozenset[str]:
     """Features of the CPU that this process may use.
 
     Raises:
-        NativeUnavailableError: They are not known.
+        NativeUnavailableError: The features cannot be found out.
     """
     return usable_features(_cpuinfo())
 
@@ -85,7 +85,7 @@ def flags_for(features: Set[str]) -> tuple[str, ...]:
     """The compiler's flags for this very CPU.
 
     Args:
-        features: What it can do, and this process may use.
+        features: Its features that this process may use.
     """
     return FLAGS if features >= TILES else (*FLAGS, WITHOUT_TILES)
 
@@ -114,9 +114,8 @@ def build(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
             _compile([*compiler, "-shared", *objects, "-o", str(built)])
             built.chmod(0o700)
             with built.open("rb") as file:
-                os.fsync(
-                    file.fileno()
-                )  # a name must never lead to half a library, even after a power cut
+                # The name must never lead to half a library, even after a power cut.
+                os.fsync(file.fileno())
             built.replace(target)  # atomic: complete or absent
     except OSError as error:
         raise NativeUnavailableError(
@@ -133,7 +132,7 @@ def _compile(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _alone_for(target: Path) -> Iterator[None]:
-    """Hold the lock of the folder that the library goes to. The end of its holder frees it, however that comes.
+    """Hold the lock of the folder that the library goes to. The lock is freed however its holder ends.
 
     Raises:
         NativeUnavailableError: The folder cannot be locked.
@@ -158,18 +157,20 @@ def compiler_command() -> list[str]:
     """The compiler's command, which may be two words, as in CXX="ccache g++".
 
     Raises:
-        NativeUnavailableError: There is none, or CXX names none.
+        NativeUnavailableError: There is no compiler, or CXX names no program.
     """
     named = environment().get("CXX")
     try:
         commands = [shlex.split(named)] if named else [[name] for name in COMPILERS]
     except ValueError as error:
-        raise NativeUnavailableError(f"CXX={named} is no command: {error}") from error
+        raise NativeUnavailableError(
+            f"CXX={named} is no command: {error}; set CXX to a compiler"
+        ) from error
     for command in commands:
         if command and (found := shutil.which(command[0])):
             return [found, *command[1:]]
     raise NativeUnavailableError(
-        f"CXX={named} is no program"
+        f"CXX={named} is no program; set CXX to a compiler"
         if named
         else "there is no C++ compiler; install g++, or set CXX"
     )
@@ -206,7 +207,7 @@ def _cpuinfo() -> str:
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError as error:
-        raise NativeUnavailableError(f"what this CPU can do is not known: {error}") from error
+        raise NativeUnavailableError(f"the features of this CPU cannot be read: {error}") from error
 
 
 def _cache_folder() -> Path:
@@ -214,7 +215,7 @@ def _cache_folder() -> Path:
         return cache_folder("kernels")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         raise NativeUnavailableError(
-            f"no folder to keep them in: {error}; {OTHER_FOLDER}"
+            f"there is no folder to keep them in: {error}; {OTHER_FOLDER}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Kinds of CPU that the kernels in C++ are compiled for, and what the CPU at hand can do."""
+"""Levels of CPUs that the kernels in C++ are compiled for, and the features of the CPU at hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import ctypes
 from collections.abc import Set
 from dataclasses import dataclass
 
-ARCH_PRCTL, REQUEST_TILES, TILE_DATA = 158, 0x1023, 18
-"""Linux on x86-64: a system call, its request for a part of a CPU's state, and the part with AMX's tiles."""
+ARCH_PRCTL = 158
+"""System call of Linux on x86-64."""
+REQUEST_TILES = 0x1023
+"""Request of `ARCH_PRCTL` for the use of a part of the CPU's state."""
+TILE_DATA = 18
+"""Part of the CPU's state with AMX's tiles."""
 AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 AVX512 = frozenset({*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 BF16 = frozenset({*AVX512, "avx512_bf16", "avx512_vnni"})
@@ -24,7 +28,7 @@ class Level:
     machine: str
     """As `platform.machine()` tells it."""
     features: frozenset[str]
-    """What the CPU can do, in the words of /proc/cpuinfo."""
+    """Features that the CPU must have, as /proc/cpuinfo names them."""
     flags: tuple[str, ...]
     """For the compiler."""
 
@@ -57,7 +61,7 @@ def level_for(machine: str, features: Set[str]) -> Level | None:
 
 
 def usable_features(cpuinfo: str) -> frozenset[str]:
-    """What the CPU can do and Linux lets this process use; asks Linux for the use of AMX's tiles where there are any.
+    """Features of the CPU that Linux lets this process use. Asks Linux for AMX's tiles where the CPU has them.
 
     Args:
         cpuinfo: Content of /proc/cpuinfo.

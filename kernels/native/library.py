@@ -1,8 +1,8 @@
 """The CPU kernels in C++: prebuilt in a wheel, or compiled on first use for the CPU at hand, and kept.
 
-`compilation.py` compiles them. No library names an OpenMP runtime that it needs: its symbols are found in the one that
-torch has loaded, so that both share one pool of threads, and a wheel brings no second one along. Where there is no
-library, the kernels in torch operators serve; they are slower, and that is logged once.
+`compilation.py` compiles them. A library is linked with no OpenMP runtime: it finds the symbols in the runtime that
+torch has loaded. So both share one pool of threads, and a wheel brings no second runtime. Where there is no library,
+the kernels in torch operators serve; they are slower, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from manylora.user_cache import is_private
 logger = logging.getLogger(__name__)
 
 PREBUILT = SOURCES / "prebuilt"
-"""Of a wheel for one platform: a library for each level, `<level>.so`."""
+"""Folder of a wheel for one platform, with a library for each level, `<level>.so`."""
 NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Formats that the kernels are compiled for, and how their functions' names end."""
+"""Dtypes that the kernels are compiled for, and the endings of their functions' names."""
 
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels in C++, or None where there are none for this machine; why is logged once."""
+    """The kernels in C++, or None where there are none for this machine; the reason is logged once."""
     try:
         return find_library()
     except NativeUnavailableError as error:
@@ -48,13 +48,14 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def find_library() -> ctypes.CDLL:
-    """Load the kernels that were compiled here before, else prebuilt ones, else compile them now.
+    """Load kernels: those that were compiled here before, else prebuilt ones, else those that are compiled now.
 
     Raises:
-        NativeUnavailableError: None is prebuilt for this CPU, and none can be compiled.
+        NativeUnavailableError: No library is prebuilt for this CPU, and none can be compiled.
     """
     features = cpu_features()
-    flags, level = flags_for(features), level_for(platform.machine(), features)
+    flags = flags_for(features)
+    level = level_for(platform.machine(), features)
     prebuilt = PREBUILT / f"{level.name}.so" if level else None
     if prebuilt is None or not prebuilt.exists() or was_compiled(flags):
         return load_library(flags)
@@ -70,8 +71,8 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
     """Compile the kernels, unless that was done before, and load them.
 
     Args:
-        flags: For the compiler.
-        folder: Where compiled libraries are kept; the user's cache folder when None.
+        flags: Options for the compiler.
+        folder: Where compiled libraries are kept; None is the user's cache folder.
 
     Raises:
         NativeUnavailableError: No compiler, a failed compilation, or no folder that only this user can write to.
@@ -91,7 +92,7 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
 
 
 def describe(library: ctypes.CDLL) -> str:
-    """The level of CPUs that a library is for, and where it comes from."""
+    """Level of CPUs that a library is for, and its origin."""
     library.level.restype = ctypes.c_char_p
     origin = "prebuilt" if Path(library._name).parent == PREBUILT else "compiled for this CPU"
     return f"{library.level().decode()}, {origin}"
@@ -106,12 +107,11 @@ def _load(path: Path) -> ctypes.CDLL:
 def _share_openmp() -> None:
     """Let libraries that are loaded from now on find the symbols of the OpenMP runtime that torch uses."""
     try:
-        function = ctypes.CDLL(
-            torch._C.__file__
-        ).GOMP_parallel  # looks in what torch is linked with, too
+        # The search includes the libraries that torch is linked with.
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
     except AttributeError as error:
         raise NativeUnavailableError(
-            "torch is built without an OpenMP runtime that g++'s code can use"
+            "torch is built without an OpenMP runtime that g++'s code can use; install a torch from PyPI"
         ) from error
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -127,13 +127,13 @@ def native_function(
     """The function `name` for tensors of `dtype`.
 
     Args:
-        name: Without the ending for the dtype.
-        dtype: Of the tensors.
+        name: Its name without the ending for the dtype.
+        dtype: Dtype of the tensors.
         arguments: One letter each: i for an integer or an address, f for a float.
-        result: What it returns.
+        result: Type of its result; None if it returns nothing.
 
     Raises:
-        ValueError: There is none for this dtype.
+        ValueError: There is no function for this dtype.
     """
     if dtype not in NATIVE_DTYPES:
         raise ValueError(

@@ -13,6 +13,11 @@ def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """See `manylora.kernels.plain.sampling.mask_tokens`."""
     check_masks(logits, rows, bits)
     native_function("mask_tokens", torch.float32, "iiiiiii")(
-        *(logits.data_ptr(), logits.shape[1], logits.stride(0), rows.data_ptr(), len(rows)),
-        *(bits.data_ptr(), bits.shape[1]),
+        logits.data_ptr(),
+        logits.shape[1],
+        logits.stride(0),
+        rows.data_ptr(),
+        len(rows),
+        bits.data_ptr(),
+        bits.shape[1],
     )

@@ -25,19 +25,24 @@ class QuantisedLinear:
         "out_features",
     )
     parts = 1
-    """Rows of codes of a row of x."""
+    """Rows of codes for each row of x."""
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
         check_layer(weight, bias)
-        self.out_features, self.in_features = weight.codes.shape[0], weight.in_features
+        self.out_features = weight.codes.shape[0]
+        self.in_features = weight.in_features
         groups = -(-self.in_features // GROUP)
         pitch = -(-self.in_features // INT8_INPUTS) * INT8_INPUTS
         if isinstance(weight, Int8Weight):
-            self._name, width, num_sums = "linear_int8", INT8_PANEL, 1
+            self._name = "linear_int8"
+            width = INT8_PANEL
+            num_sums = 1
             self._panels = _int8_panels(weight)
             self._scales = pad(weight.scales, (0, -self.out_features % width))
         else:
-            self._name, width, num_sums = "linear_int4", INT4_PANEL, groups
+            self._name = "linear_int4"
+            width = INT4_PANEL
+            num_sums = groups
             self._panels = _int4_panels(weight)
             self._scales = torch.empty(0)
         wide_bias = torch.zeros(self.out_features) if bias is None else bias.float()
@@ -56,17 +61,19 @@ class QuantisedLinear:
         y = torch.empty(
             (rows, self.out_features), dtype=x.dtype if self.parts == 1 else torch.float32
         )
-        # Codes of x, with their sums and scales, and what AMX reads of the 16 rows that the last ones belong to.
+        # Codes of x with their sums and scales, and padding: AMX reads 16 rows at once.
         codes = torch.empty((rows * self.parts + 15) * self._row_bytes, dtype=torch.uint8)
         native_function(self._name, x.dtype, "iiiiiiiiii")(
-            *(x.data_ptr(), x.stride(0), rows, self.in_features),
-            *(
-                self._panels.data_ptr(),
-                self._scales.data_ptr(),
-                self._bias.data_ptr(),
-                self.out_features,
-            ),
-            *(y.data_ptr(), codes.data_ptr()),
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            self.in_features,
+            self._panels.data_ptr(),
+            self._scales.data_ptr(),
+            self._bias.data_ptr(),
+            self.out_features,
+            y.data_ptr(),
+            codes.data_ptr(),
         )
         return y
 

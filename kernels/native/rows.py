@@ -34,10 +34,17 @@ def fused_add_rms_norm(
     """See `manylora.kernels.plain.rows.fused_add_rms_norm`."""
     check_add_norm(x, residual, weight)
     rows, size = x.shape
-    out, new_residual = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    new_residual = torch.empty(x.shape, dtype=x.dtype)
     native_function("add_rms_norm", x.dtype, "iiifiiii")(
-        *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, rows, size),
-        *(out.data_ptr(), new_residual.data_ptr()),
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        rows,
+        size,
+        out.data_ptr(),
+        new_residual.data_ptr(),
     )
     return out, new_residual
 

@@ -13,8 +13,9 @@ from manylora.kernels.native.library import native_function
 from manylora.kernels.sgmv import SgmvOperands, check_operands
 from manylora.lora_rows import GROUP_ROWS, MAX_RANK
 
-TILE_ROWS, TILE_RANK = 16, 32
-"""What a product on AMX's tiles takes of the results of the first product, which therefore have padding."""
+TILE_ROWS = 16
+TILE_RANK = 32
+"""A product on AMX's tiles reads this many rows and ranks at once, so the results of the first product have padding."""
 
 
 def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
@@ -27,7 +28,7 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
         ValueError: An operand does not fit.
     """
     arena_elements, tables, tiles, site, layer = operands
-    # Cheaper to look up than what `check_operands` knows, for a step is cold code.
+    # This key is cheaper to look up than that of `check_operands`, which counts in each step.
     key = (
         site,
         x.shape,
@@ -52,14 +53,30 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     num_slices = len(site.modules)
     bridge_width = num_slices * -(-groups * GROUP_ROWS // TILE_RANK) * TILE_RANK
     bridge = x.new_empty((len(x) + TILE_ROWS - 1) * bridge_width, dtype=torch.float32)
-    num_tiles, first_tile = tiles.numbers.shape[1], tiles.numbers.data_ptr()
+    num_tiles = tiles.numbers.shape[1]
+    first_tile = tiles.numbers.data_ptr()
     native_function("sgmv", x.dtype, "i" * 21)(
-        *(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), arena_elements.data_ptr()),
-        *(tables.offsets.data_ptr(), tables.ranks.data_ptr(), tables.scalings.data_ptr()),
-        *(num_layers, num_modules, groups),
-        *(first_tile, first_tile + 4 * num_tiles, first_tile + 8 * num_tiles, num_tiles),
-        *(layer, site.modules[0], num_slices, site.in_features),
-        *(ctypes.addressof(_widths(site.widths)), bridge.data_ptr()),
+        x.data_ptr(),
+        x.stride(0),
+        y.data_ptr(),
+        y.stride(0),
+        arena_elements.data_ptr(),
+        tables.offsets.data_ptr(),
+        tables.ranks.data_ptr(),
+        tables.scalings.data_ptr(),
+        num_layers,
+        num_modules,
+        groups,
+        first_tile,
+        first_tile + 4 * num_tiles,
+        first_tile + 8 * num_tiles,
+        num_tiles,
+        layer,
+        site.modules[0],
+        num_slices,
+        site.in_features,
+        ctypes.addressof(_widths(site.widths)),
+        bridge.data_ptr(),
     )
 
 

@@ -1,1 +1,1 @@
-"""Every operation in torch operators: the definition, and what runs where there is no compiler."""
+"""Every operation in torch operators: the definition, and the implementation where there is no compiler."""

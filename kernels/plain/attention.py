@@ -1,10 +1,10 @@
 """Paged attention on the CPU with torch operators.
 
-What does not change from layer to layer (which rows of the arena to gather, masks, how items are bucketed) is made by
-the first layer of a step and kept in the batch. The heads of a KV group are query rows of one batched product, so keys
-are read once per group. Items are computed in buckets of similar length; a chunk is computed in blocks of query rows,
-which bounds the scores and leaves out most of what causality masks. Keys and values are gathered token by token and
-nothing beyond a request's context is touched: padding reads a token of the request itself and is masked.
+The first layer of a step plans which rows of the arena to gather, the masks, and the buckets of items. The batch keeps
+the plan for the other layers. The heads of a KV group are query rows of one batched product, so keys are read once per
+group. Items are computed in buckets of similar length. A chunk is computed in blocks of query rows, which bounds the
+memory for scores and skips most masked positions. Keys and values are gathered token by token, and nothing beyond a
+request's context is read: padding reads a token of the request itself and is masked.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from manylora.kernels.checks import expect, expect_that
 from manylora.kernels.kv_layer import KvLayer, dequantise
 
 BUCKET_WASTE_TOKENS = 512
-"""Padding that costs about as much as computing one more bucket."""
+"""Padding, in tokens, that costs about as much as one more bucket."""
 QUERY_ROWS = 64
 """Query rows of a chunk that are computed together."""
 SMALL_PRODUCT = 1 << 15
 """Elements up to which a product in a narrow dtype costs more to set up than to compute in float32."""
 BUCKET_BYTES = 1 << 22
-"""Keys that a bucket may gather, which bounds its memory."""
+"""Largest memory of the keys that a bucket gathers."""
 
 
 Steps = tuple[int, ...]
-"""From one page, head and token to the next."""
+"""Distances from one page, head and token to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the keys of some tokens and heads lie, and their values alike, counted from the layer's first."""
+    """Places of the keys of some tokens and heads, counted from the layer's first place. Values have equal places."""
 
     rows: Tensor
     """[n], int64, in rows of D elements."""
     scales: Tensor | None
-    """[n], int64, in scales; None where there are none."""
+    """[n], int64, in scales; None without scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +65,22 @@ class QueryBlock:
     rows: slice
     """Rows of the batch."""
     keys: slice
-    """Which of the chunk's gathered keys the block sees."""
+    """The gathered keys of the chunk that the block sees."""
     mask: Tensor
     """[rows, m], dtype of the queries, added to the scores of the last m keys; all rows see the keys before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Everything about a step that its layers share."""
+    """The part of a step that its layers share."""
 
     buckets: tuple[ItemBucket, ...]
     chunks: tuple[tuple[Places, tuple[QueryBlock, ...]], ...]
-    """Of each prompt chunk: [Hkv * L] places to gather, and its blocks of query rows."""
+    """For each prompt chunk, the places to gather, [Hkv * L], and its blocks of query rows."""
     num_arena_rows: int
     """Rows of D elements from a layer's first to its last."""
     num_scales: int
-    """Scales from a layer's first to its last; 0 where there are none."""
+    """Scales from a layer's first to its last; 0 without scales."""
     gathered: tuple[Tensor, Tensor]
     """Room for the keys and values of the largest bucket or chunk, [rows, D], used by one layer after the other."""
 
@@ -100,8 +100,8 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     Args:
         q: [T, Hq, D]; Hq is a multiple of Hkv, head h reads KV head h // (Hq / Hkv).
         kv: The layer's keys and values in the arena, int8 with the scales that `kv_write` stored, or of the dtype of q.
-            Those of this step must have been written. What lies beyond a request's context is never read into a result.
-        batch: Which rows attend to what.
+            Those of this step must have been written. Values beyond a request's context never reach a result.
+        batch: The rows and the keys that they attend to.
         scale: Factor of the scores.
 
     Returns:
@@ -112,10 +112,11 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    # Operands like those of an earlier layer were checked there.
+    # Making the plan checks the operands; a layer with operands of the same kind finds the plan made.
     plan: GatherPlan = batch.keep(plan_key(q, kv), lambda: _plan(q, kv, batch))
     out = q.new_zeros(q.shape)  # rows of no request stay zero
-    heads, head_dim = kv.k.shape[1], q.shape[2]
+    heads = kv.k.shape[1]
+    head_dim = q.shape[2]
     # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
     rows = [
         pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (kv.k, kv.v)
@@ -146,7 +147,7 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
 
 
 def plan_key(q: Tensor, kv: KvLayer) -> tuple[object, ...]:
-    """What a batch keeps a `GatherPlan` under: all of the operands that it depends on."""
+    """Key of a `GatherPlan` in a batch: everything of the operands that the plan depends on."""
     return "cpu", q.shape, q.dtype, q.device, kv.kind
 
 
@@ -160,7 +161,9 @@ def _attend_items(
     out: Tensor,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
-    count, length, group = bucket.count, bucket.length, num_heads // heads
+    count = bucket.count
+    length = bucket.length
+    group = num_heads // heads
     queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
     k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
     scores = _scores(
@@ -188,7 +191,8 @@ def _attend_chunk(
     group = num_heads // heads
     queries = q[block.rows].unflatten(1, (heads, group)).transpose(0, 1)  # [Hkv, rows, group, D]
     count = queries.shape[1]
-    k, v = keys[:, block.keys], values[:, block.keys]  # [Hkv, L, D]
+    k = keys[:, block.keys]  # [Hkv, L, D]
+    v = values[:, block.keys]
     scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale)
     # [Hkv, rows, group, m] against [rows, 1, m]
     scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += (
@@ -199,10 +203,11 @@ def _attend_chunk(
 
 
 def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Scaled products, summed in float32 and rounded once; softmax computes in float32 whatever it reads."""
+    """Scaled products, summed in float32 and rounded once. The softmax after it computes in float32 for any dtype."""
     dtype = keys.dtype
     if _is_dear(keys):
-        queries, keys = queries.float(), keys.float()
+        queries = queries.float()
+        keys = keys.float()
     ignored = queries.new_empty(())
     return torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale).to(dtype)
 
@@ -216,14 +221,15 @@ def _weighted(scores: Tensor, values: Tensor) -> Tensor:
 
 
 def _is_dear(operand: Tensor) -> bool:
-    """Whether a product with it costs more to set up than to compute in float32; both round to the same."""
+    """True if a product in its dtype costs more to set up than to compute in float32; both round to the same."""
     return operand.dtype != torch.float32 and operand.numel() <= SMALL_PRODUCT
 
 
 def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
     check_operands(q, kv, batch)
     batch.expect_lists()
-    head_dim, window = q.shape[2], kv.window
+    head_dim = q.shape[2]
+    window = kv.window
     strides = kv.strides[:3]
     expect_that(
         "k_pages",
@@ -266,12 +272,12 @@ def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
 
 
 def _extent(shape: torch.Size, steps: Steps) -> int:
-    """From a layer's first place to its last."""
+    """Places from a layer's first to its last."""
     return 1 + sum((extent - 1) * step for extent, step in zip(shape[:3], steps, strict=True))
 
 
 def _group(batch: AttentionBatch, window: int | None, max_tokens: int) -> list[np.ndarray]:
-    """Indices of the items of each bucket: longest first, cut where padding would cost more than one more bucket."""
+    """Indices of the items of each bucket, the longest first. A bucket ends where padding costs more than a new one."""
     lens = batch.items_host[2] if window is None else np.minimum(batch.items_host[2], window)
     order = np.argsort(-lens, kind="stable")
     order = order[lens[order] > 0]
@@ -282,7 +288,8 @@ def _group(batch: AttentionBatch, window: int | None, max_tokens: int) -> list[n
         waste += longest - length
         if waste > BUCKET_WASTE_TOKENS or (place + 1 - start) * longest > max(max_tokens, longest):
             groups.append(np.sort(order[start:place]))
-            start, waste = place, 0
+            start = place
+            waste = 0
     if start < len(order):
         groups.append(np.sort(order[start:]))
     return groups
@@ -350,14 +357,14 @@ def _query_block(
 
 
 def _added(hidden: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """What hides positions when it is added to scores."""
+    """A mask to add to scores: -inf for hidden positions, 0 for others."""
     return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
 
 
 def _places(
     batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: Steps
 ) -> np.ndarray:
-    """Places in a layer of [n, L] positions and all heads, for these steps: [n * Hkv * L], int64."""
+    """Places in a layer of [n, L] positions and all heads, with these distances: [n * Hkv * L], int64."""
     page_step, head_step, token_step = steps
     pages = batch.block_table.numpy()[requests, positions // batch.page_tokens].astype(np.int64)
     places = pages * page_step + positions % batch.page_tokens * token_step
@@ -366,7 +373,7 @@ def _places(
 
 
 def check_operands(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> None:
-    """Check what a call to `paged_attention` was given.
+    """Check the operands of `paged_attention`.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.

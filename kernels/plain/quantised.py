@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights, in torch operators. This defines the operation for all kernels."""
+"""Linear layers with quantised weights, in torch operators: the definition of the operation for all kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manylora.kernels.checks import expect
 from manylora.kernels.quantised import Int8Weight, QuantisedWeight, check_layer
 
 SMALLEST = 1e-30
-"""Magnitude of a row that is not taken for zeros."""
+"""Rows with a smaller largest magnitude count as zeros."""
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,10 +80,8 @@ def _product(codes: Tensor, others: Tensor) -> Tensor:
 @functools.cache
 def has_exact_int_mm() -> bool:
     """Find out whether torch multiplies int8 exactly here: without VNNI, oneDNN cuts sums of two products at 32,767."""
-    codes, others = (
-        torch.full((2, 64), 127, dtype=torch.int8),
-        torch.full((64, 2), -128, dtype=torch.int8),
-    )
+    codes = torch.full((2, 64), 127, dtype=torch.int8)
+    others = torch.full((64, 2), -128, dtype=torch.int8)
     return bool((torch._int_mm(codes, others) == 64 * 127 * -128).all())
 
 

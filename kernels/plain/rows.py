@@ -14,7 +14,7 @@ from manylora.kernels.kv_layer import KvLayer, quantise
 
 
 def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
-    """Look up the embeddings of tokens, some of which the step before has sampled.
+    """Look up the embeddings of tokens. The step before may have sampled some of them.
 
     Semantics:
         token = tokens[t] if tokens[t] >= 0 else max(sampled[-1 - tokens[t]], 0)
@@ -22,7 +22,7 @@ def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
 
     Args:
         tokens: [T], int32 or int64, consecutive elements: a token, or -1 - the row of `sampled` that holds it.
-        sampled: [R], int32, consecutive elements: tokens, below 0 where there is none. None where all tokens are known.
+        sampled: [R], int32, consecutive elements: tokens, below 0 where none was chosen. None if all tokens are known.
         table: [vocab_size, N], consecutive elements in a row.
 
     Returns:
@@ -39,7 +39,7 @@ def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
 
 
 def check_embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> None:
-    """Check what a call to `embed` was given.
+    """Check the operands of `embed`.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -77,7 +77,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: Added to the mean square.
 
     Returns:
-        Like x, contiguous, rounded once.
+        Normed vectors, of the shape and dtype of x, contiguous, rounded once.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -117,7 +117,7 @@ def fused_add_rms_norm(
 
 
 def check_norm(x: Tensor, weight: Tensor) -> None:
-    """Check what a call to `rms_norm` was given.
+    """Check the operands of `rms_norm`.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -129,7 +129,7 @@ def check_norm(x: Tensor, weight: Tensor) -> None:
 
 
 def check_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    """Check what a call to `fused_add_rms_norm` was given.
+    """Check the operands of `fused_add_rms_norm`.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -151,15 +151,16 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     Args:
         q: [T, Hq, D], any strides of tokens and heads. Mutated.
         k: [T, Hkv, D], dtype of q. Mutated.
-        cos: [T, D], float32, contiguous, from `both_halves`: at each token's position, times the model's attention
-            scaling.
+        cos: [T, D], float32, contiguous, from `both_halves`: cosines of each token's position, times the model's
+            attention scaling.
         sin: Like cos.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_rope(q, k, cos, sin)
-    cosines, sines = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
+    cosines = cos.unsqueeze(1)  # [T, 1, D]
+    sines = sin.unsqueeze(1)
     for x in (q, k):
         wide = x if x.dtype == torch.float32 else x.float()
         swapped = wide.roll(x.shape[-1] // 2, -1)  # the halves of each head change places
@@ -169,7 +170,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Check what a call to `rope` was given.
+    """Check the operands of `rope`.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -208,7 +209,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def check_silu_and_mul(gate_up: Tensor) -> None:
-    """Check what a call to `silu_and_mul` was given.
+    """Check the operands of `silu_and_mul`.
 
     Raises:
         ValueError: The shape or stride does not fit.
@@ -234,15 +235,16 @@ def kv_write(k: Tensor, v: Tensor, kv: KvLayer, slot_mapping: Tensor) -> None:
         k: [T, Hkv, D].
         v: Like k.
         kv: The layer's keys and values in the arena, int8 or of the dtype of k. Mutated.
-        slot_mapping: [T], int32 or int64, consecutive elements: page * page_tokens + offset of each token, -1 is not
-            stored. No slot stands there twice.
+        slot_mapping: [T], int32 or int64, consecutive elements: page * page_tokens + offset of each token. A token
+            with -1 is not stored. No slot stands there twice.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_kv_write(k, v, kv, slot_mapping)
     rows = (slot_mapping >= 0).nonzero()[:, 0]
-    slots, page_tokens = slot_mapping[rows], kv.k.shape[2]
+    slots = slot_mapping[rows]
+    page_tokens = kv.k.shape[2]
     places = slots // page_tokens, slice(None), slots % page_tokens
     for part, (pages, x) in enumerate(((kv.k, k), (kv.v, v))):
         stored = x[rows]  # [S, Hkv, D]
@@ -252,7 +254,7 @@ def kv_write(k: Tensor, v: Tensor, kv: KvLayer, slot_mapping: Tensor) -> None:
 
 
 def check_kv_write(k: Tensor, v: Tensor, kv: KvLayer, slot_mapping: Tensor) -> None:
-    """Check what a call to `kv_write` was given.
+    """Check the operands of `kv_write`.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.

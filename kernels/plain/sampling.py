@@ -25,7 +25,7 @@ from manylora.kernels.sampling import (
 BLOCK = 128
 """Tokens per block."""
 FEW_BLOCKS = (16, 128)
-"""How many of the likeliest blocks top-p looks at before it takes all tokens."""
+"""Numbers of likeliest blocks that top-p tries before it takes all tokens."""
 COARSE_SHIFT = 18
 """Low bits of a probability that the coarse histogram of the mass ignores."""
 
@@ -87,7 +87,8 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
     )
     # torch.argmax walks a row one element at a time; maxima of blocks are vectorised.
     values, maxima = _blocks(logits)
-    top, block = maxima.amax(-1), maxima.argmax(-1)
+    top = maxima.amax(-1)
+    block = maxima.argmax(-1)
     likeliest = block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
     failures = torch.where(top == -torch.inf, NOTHING_LEFT, NON_FINITE)
     tokens.copy_(torch.where(top.abs() < MAX_LOGIT, likeliest, failures))
@@ -101,7 +102,7 @@ def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Rule out the tokens of some rows whose bits are not set.
 
     Semantics: l = -inf for each token t of row rows[i] where bit t % 32 of bits[i, t // 32] is 0, or where there is no
-    such word, unless l is NaN or at least MAX_LOGIT: `sample` is to see that the row is no distribution.
+    such word. A logit that is NaN or at least MAX_LOGIT stays, so that `sample` finds that the row is no distribution.
 
     Args:
         logits: [B, V], float32. Mutated.
@@ -120,7 +121,7 @@ def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def check_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Check what a call to `mask_tokens` was given.
+    """Check the operands of `mask_tokens`.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.
@@ -140,7 +141,7 @@ def logprobs(
     Args:
         logits: [n, V], float32.
         token_ids: [n], int64: the token that stands after each row.
-        num_top: How many of the most likely tokens to report, at most V.
+        num_top: Number of most likely tokens to report, at most V.
 
     Returns:
         chosen: [n], float32, natural logarithm of the token's probability.
@@ -166,7 +167,7 @@ def logprobs(
 
 
 def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row, [n]: log-probability and rank of the token, and the log of the sum over all exponentials.
+    """Log-probability and rank of each row's token, and the log of the sum of all exponentials; three of [n].
 
     The sum is NaN, and with it the log-probability, where a row is no distribution.
 
@@ -213,7 +214,7 @@ def _draw(
 
 
 def _nucleus(row: BlockedRow, temperature: float, top_p: float) -> tuple[Tensor | None, Tensor]:
-    """Ids, None for all, and probabilities, not renormalised, of the smallest set whose mass reaches `top_p`."""
+    """Smallest set whose mass reaches `top_p`: its ids, None for all, and its probabilities, not renormalised."""
     p = torch.softmax(row.values.view(-1) / temperature, dim=0)
     for count in FEW_BLOCKS:
         if count < len(row.maxima):
@@ -224,7 +225,7 @@ def _nucleus(row: BlockedRow, temperature: float, top_p: float) -> tuple[Tensor 
 
 
 def _keep_mass(p: Tensor, target: Tensor) -> Tensor:
-    """Set to 0 all but the smallest set, most likely first, whose mass reaches `target`."""
+    """Keep the smallest set of most likely tokens whose mass reaches `target`; set all others to 0."""
     if len(p) > BLOCK * FEW_BLOCKS[0]:
         return torch.where(p >= _bound_by_bits(p, target), p, 0.0)
     ordered = p.sort(descending=True).values
@@ -236,9 +237,8 @@ def _bound_by_bits(p: Tensor, target: Tensor) -> Tensor:
     # Positive floats sort as their bits do: a histogram over the high bits finds the bin where the mass is reached, and
     # only that bin is sorted.
     bins = p.view(torch.int32) >> COARSE_SHIFT
-    mass = (
-        torch.bincount(bins, weights=p).flip(0).cumsum(0)
-    )  # from the most likely bin down, float64
+    # Mass from the most likely bin down, float64.
+    mass = torch.bincount(bins, weights=p).flip(0).cumsum(0)
     place = torch.searchsorted(mass, target.double().reshape(1)).clamp_(max=len(mass) - 1)
     above = mass[place - 1] if int(place) > 0 else torch.zeros(1, dtype=torch.float64)
     inside = p[bins == len(mass) - 1 - place].sort(descending=True).values
@@ -260,7 +260,7 @@ def _inverse_cdf(p: Tensor, uniform: float) -> int:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> int:
-    # Rounding may put the target at the very end; just below it the last place with any weight is found.
+    # Rounding may put the target at the very end. A target just below the end finds the last place with any weight.
     below_end = torch.nextafter(cumulative[-1], cumulative.new_zeros(()))
     return int(
         torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True)
@@ -268,7 +268,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> int:
 
 
 def check_operands(logits: Tensor, columns: SamplingColumns, out: Tensor | None) -> None:
-    """Check what a call to `sample` was given.
+    """Check the operands of `sample`.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.

@@ -1,6 +1,6 @@
-"""SGMV on the CPU with torch operators: gathers the weights of one adapter after the other from their pages.
+"""SGMV with torch operators, for CPUs without kernels in C++: gathers the weights of each adapter from their pages.
 
-For CPUs without kernels in C++. Gathering costs more than the arithmetic, which the kernel in C++ does without.
+Gathering costs more than the arithmetic. The kernel in C++ needs no gathering.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     Args:
         x: Input of the site, [num_tokens, in_features].
         y: Output of the site, [num_tokens, sum of widths], dtype of x. Mutated.
-        operands: The arena, where in it the weights lie, which rows belong to which adapter slot, site and layer.
+        operands: The arena, the places of weights in it, the rows of each adapter slot, the site and the layer.
 
-    In this implementation tiles of one adapter that follow each other are joined to a segment; a segment costs one
-    gather and one product for A of all slices, and one of each per slice for B.
+    In this implementation neighbouring tiles of one adapter are joined to a segment. A segment costs one gather and one
+    product for A of all slices, and one gather and one product per slice for B.
 
     Raises:
         ValueError: An operand does not fit.
@@ -83,7 +83,7 @@ def _row_starts(offsets: Tensor, rank: int, features: int, like: Tensor) -> Tens
 
 
 def _gather(arena_elements: Tensor, starts: Tensor, features: int) -> Tensor:
-    # Every row starts at a multiple of the unit, so overlapping windows at that stride hold each of them whole.
+    # Every row starts at a multiple of the unit. Overlapping windows at that stride hold each row whole.
     unit = PITCH_BYTES // arena_elements.element_size()
     num_windows = (arena_elements.numel() - features) // unit + 1
     return arena_elements.as_strided((num_windows, features), (unit, 1)).index_select(0, starts)

@@ -1,12 +1,10 @@
-"""All of a layer between its projections in Triton: two launches, the first of which does all but the attention.
+"""The part of a layer between its projections, in Triton: one launch for the heads, and one for the attention.
 
-The first norms and rotates the heads, after it has added what adapters add to the projection, and stores keys and
-values in their pages. Semantics: `manylora.kernels.attend`.
+The first adds the adapters' delta to the projection, norms and rotates the heads, and stores keys and values in their
+pages. Semantics: `manylora.kernels.attend`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import triton
@@ -60,7 +58,7 @@ def heads_kernel(
 ):
     """One head of the rows of one tile, in two halves. Grid: (tiles, Hq + 2 * Hkv).
 
-    What is None is left out: deltas, norms, scales. Queries are written where they were.
+    Deltas, norms and scales may be None; they are left out then. Queries are written in place.
     """
     HALF: tl.constexpr = D // 2
     slot, _, length, rows, live_m = tile_of(tiles, num_tokens, BM)
@@ -113,7 +111,7 @@ def heads_kernel(
         a = first.to(tl.float32)
         b = second.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
-        # The sum is NaN where a number is not finite.
+        # The sum is NaN if a number is not finite.
         scale = tl.div_rn(largest, LARGEST) + (tl.sum(a * 0.0, axis=1) + tl.sum(b * 0.0, axis=1))
         scale_to = page * scale_page_stride + index.to(tl.int64) * scale_head_stride + offset
         tl.store(tl.where(is_v, v_scales, k_scales) + scale_to, scale, mask=is_stored)
@@ -128,7 +126,7 @@ def heads_kernel(
 
 @triton.jit
 def _sum_of_pairs(x, BM: tl.constexpr, N: tl.constexpr):
-    """Sums of rows [BM, N] in an order of its own: that of `tl.sum` depends on which threads hold x after a delta."""
+    """Sums of rows [BM, N] in a fixed order; the order of `tl.sum` depends on which threads hold x after a delta."""
     if N == 1:
         total = tl.reshape(x, (BM,))
     else:
@@ -148,9 +146,8 @@ def _weight(q_norm, k_norm, i, is_q, live_i):
 def _codes(x, scale, LARGEST: tl.constexpr):
     steps = tl.where(scale > 0.0, tl.div_rn(x, scale), 0.0)
     steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
-    rounded = (
-        steps + 12582912.0
-    ) - 12582912.0  # 1.5 * 2^23: the sum has no fraction, and is rounded to even
+    # 1.5 * 2^23: the sum has no fraction, and is rounded to even.
+    rounded = (steps + 12582912.0) - 12582912.0
     return rounded.to(tl.int8)
 
 
@@ -163,13 +160,11 @@ def attend(
     batch: AttentionBatch,
     scale: float,
     delta: LoraDelta | None = None,
-    *,
-    paged_attention: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
-    """All of a layer between its fused projection and its output projection.
+    """Compute a layer between its fused projection and its output projection.
 
-    Semantics and arguments: `manylora.kernels.attend.attend`; the delta is added to qkv first. Of qkv only the queries
-    are what they become there. `paged_attention` computes the attention.
+    Semantics and arguments: `manylora.kernels.attend.attend`; the delta is added to qkv first. Only the queries in qkv
+    are changed as it says.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -187,7 +182,14 @@ def attend(
         weights, eps = ((None, None), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         angles = (rotation.positions, rotation.cos, rotation.sin)
         heads_kernel[(num_tiles, q.shape[1] + 2 * k.shape[1])](
-            *(qkv, *weights, *angles, *kv.tensors, slot_mapping, *operands, eps, *kv.strides),
+            qkv,
+            *weights,
+            *angles,
+            *kv.tensors,
+            slot_mapping,
+            *operands,
+            eps,
+            *kv.strides,
             **{
                 **constants,
                 "Q_HEADS": q.shape[1],

@@ -1,14 +1,14 @@
 """Paged attention in Triton: a split-KV kernel for single query rows, a tiled kernel for prompt chunks.
 
 Flash-Decoding (Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html) for items, FlashAttention
-(arXiv:2205.14135) with the heads of a KV group as rows of a tile for chunks. An item's keys are divided by what it sees
-alone, and its splits are merged in their order, so its result does not depend on what else is in the batch. Grids and
-variants do not depend on lengths, which are read from device memory: a captured launch serves other lengths as well.
+(arXiv:2205.14135) with the heads of a KV group as rows of a tile for chunks. The splits of an item depend only on the
+number of its keys and are merged in order, so its result does not depend on the rest of the batch. Grids and variants
+do not depend on lengths, which are read from device memory: a captured launch serves other lengths as well.
 
 Page ids and all strides of the arena are int64: an arena may be larger than 2^31 elements. Out-of-range keys and values
-are replaced by select. Keys of int8 are multiplied as they are and their scales multiply the scores; values are
-multiplied by theirs first, because their products with weights may be too small for float16. Products and sums are not
-fused, so that a row has the same bits in every place of a tile.
+are replaced by select. Keys of int8 are multiplied as they are, and their scales multiply the scores. Values of int8
+are multiplied by their scales first, because their products with weights may be too small for float16. Products and
+sums are not fused, so that a row has the same bits in every place of a tile.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ WARP_GROUPS = ("sm90", "sm100", "sm103")
 """Architectures on which four warps multiply together, from shared memory."""
 BLACKWELL = WARP_GROUPS[1:]
 SPILLING = (torch.float16, torch.int8)
-"""Dtypes of queries and of keys whose items need more registers there than the compiler takes by itself."""
+"""Dtypes of queries and keys with which items need more registers on these GPUs than the compiler takes by itself."""
 
 
 @triton.jit
 def _item_of(work, num_items, unit, BLOCK: tl.constexpr):
-    """The item that a split belongs to: the number of items that end before it, counted without a chain of loads."""
+    """The item of a split: the number of items that end before it, counted without a chain of loads."""
     found = num_items * 0
     for start in range(0, num_items, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -82,7 +82,7 @@ def _merged(
             + (((first + s).to(tl.int64) * HEADS + kv_head) * GROUP)[:, None] * PITCH
             + g[None, :] * PITCH
         )
-        # From the cache that all programs share: others wrote them.
+        # Other programs wrote them, so they are read from the cache that all programs share.
         tops = tl.load(place + D, mask=live, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(place + D + 1, mask=live, other=0.0, cache_modifier=".cg")
         live_values = live[:, :, None] & (d < D)[None, None, :]
@@ -144,9 +144,9 @@ def item_kernel(
 ):
     """Attention of single rows. Grid: any number of programs, which take splits of items and KV heads in turn.
 
-    The result of an item's only split goes to `out`. Else the unnormalised sum, the running maximum and the sum of
-    weights go to the partials, [splits of all items, Hq, PITCH], and the program that finishes an item's last split of
-    a KV head merges them all. None waits for another.
+    The result of an item with one split goes to `out`. With more splits, the unnormalised sum, the running maximum and
+    the sum of weights of each go to the partials, [splits of all items, Hq, PITCH]. The program that finishes an item's
+    last split of a KV head merges them. No program waits for another.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -174,42 +174,38 @@ def item_kernel(
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
         position = tl.zeros((BLOCK_G,), tl.int32) + length
         end = tl.minimum(length, begin + size)
-        k_head, v_head = k_pages + kv_head * head_stride, v_pages + kv_head * head_stride
-        k_scale, v_scale = k_scales, v_scales
+        k_head = k_pages + kv_head * head_stride
+        v_head = v_pages + kv_head * head_stride
+        k_scale = k_scales
+        v_scale = v_scales
         if k_scales is not None:
-            k_scale, v_scale = (
-                k_scales + kv_head * scale_head_stride,
-                v_scales + kv_head * scale_head_stride,
-            )
+            k_scale = k_scales + kv_head * scale_head_stride
+            v_scale = v_scales + kv_head * scale_head_stride
         top, total, acc = attend(
-            *(
-                query,
-                top,
-                total,
-                acc,
-                k_head,
-                v_head,
-                k_scale,
-                v_scale,
-                table,
-                begin,
-                end,
-                length,
-                position,
-                factor,
-            ),
-            *(
-                page_stride,
-                token_stride,
-                scale_page_stride,
-                D,
-                BLOCK_D,
-                PAGE_TOKENS,
-                BLOCK_N,
-                0,
-                True,
-                INTERPRET,
-            ),
+            query,
+            top,
+            total,
+            acc,
+            k_head,
+            v_head,
+            k_scale,
+            v_scale,
+            table,
+            begin,
+            end,
+            length,
+            position,
+            factor,
+            page_stride,
+            token_stride,
+            scale_page_stride,
+            D,
+            BLOCK_D,
+            PAGE_TOKENS,
+            BLOCK_N,
+            0,
+            True,
+            INTERPRET,
         )
         if count == 1:
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -220,7 +216,7 @@ def item_kernel(
             tl.store(partial[:, None] + d[None, :], acc, mask=live)
             tl.store(partial + D, top, mask=g < GROUP)
             tl.store(partial + D + 1, total, mask=g < GROUP)
-            tl.debug_barrier()  # all threads have stored before one of them says so
+            tl.debug_barrier()  # all threads have stored before one of them counts the split
             counter = counters + item * HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.store(counter, 0)
@@ -305,64 +301,82 @@ def chunk_kernel(
         full = tl.maximum(last - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, full)
         top, total, acc = attend(
-            *(
-                query,
-                top,
-                total,
-                acc,
-                k_pages,
-                v_pages,
-                k_scales,
-                v_scales,
-                table,
-                begin,
-                full,
-                last,
-                position,
-                factor,
-            ),
-            *(page_stride, token_stride, scale_page_stride),
-            *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
+            query,
+            top,
+            total,
+            acc,
+            k_pages,
+            v_pages,
+            k_scales,
+            v_scales,
+            table,
+            begin,
+            full,
+            last,
+            position,
+            factor,
+            page_stride,
+            token_stride,
+            scale_page_stride,
+            D,
+            BLOCK_D,
+            PAGE_TOKENS,
+            BLOCK_N,
+            WINDOW,
+            True,
+            INTERPRET,
         )
     top, total, acc = attend(
-        *(
-            query,
-            top,
-            total,
-            acc,
-            k_pages,
-            v_pages,
-            k_scales,
-            v_scales,
-            table,
-            full,
-            diagonal,
-            last,
-            position,
-            factor,
-        ),
-        *(page_stride, token_stride, scale_page_stride),
-        *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, False, INTERPRET),
+        query,
+        top,
+        total,
+        acc,
+        k_pages,
+        v_pages,
+        k_scales,
+        v_scales,
+        table,
+        full,
+        diagonal,
+        last,
+        position,
+        factor,
+        page_stride,
+        token_stride,
+        scale_page_stride,
+        D,
+        BLOCK_D,
+        PAGE_TOKENS,
+        BLOCK_N,
+        0,
+        False,
+        INTERPRET,
     )
     top, total, acc = attend(
-        *(
-            query,
-            top,
-            total,
-            acc,
-            k_pages,
-            v_pages,
-            k_scales,
-            v_scales,
-            table,
-            diagonal,
-            last,
-            last,
-            position,
-            factor,
-        ),
-        *(page_stride, token_stride, scale_page_stride),
-        *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
+        query,
+        top,
+        total,
+        acc,
+        k_pages,
+        v_pages,
+        k_scales,
+        v_scales,
+        table,
+        diagonal,
+        last,
+        last,
+        position,
+        factor,
+        page_stride,
+        token_stride,
+        scale_page_stride,
+        D,
+        BLOCK_D,
+        PAGE_TOKENS,
+        BLOCK_N,
+        WINDOW,
+        True,
+        INTERPRET,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = out + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
@@ -370,21 +384,21 @@ def chunk_kernel(
 
 
 INTERPRET = not isinstance(item_kernel, triton.runtime.JITFunction)
-"""Whether the kernels run through Triton's interpreter; decided by TRITON_INTERPRET when this module is imported."""
+"""True if the kernels run in Triton's interpreter: TRITON_INTERPRET decides when this module is imported."""
 
 
 @functools.cache
 def item_sizes(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> dict[str, int]:
-    """The constants of `item_kernel` that shapes and dtypes decide, with its warps and stages.
+    """Constants of `item_kernel` that follow from shapes and dtypes, with its warps and stages.
 
     Five stages load the pages of a block two blocks ahead, and its keys and values one block ahead.
     """
-    group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-    all_g = max(
-        triton.next_power_of_2(group), 256 // block_d
-    )  # each of 128 threads stores two numbers at least
+    group = num_heads // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    # Each of 128 threads stores two numbers at least.
+    all_g = max(triton.next_power_of_2(group), 256 // block_d)
     return {
         "HEADS": num_kv_heads,
         "GROUP": group,
@@ -392,7 +406,7 @@ def item_sizes(
         "BLOCK_G": max(16, all_g),
         "D": head_dim,
         "BLOCK_D": block_d,
-        # Registers limit int8, shared memory float32 and wide heads.
+        # Registers limit the blocks for int8; shared memory limits those for float32 and wide heads.
         "BLOCK_N": 64 if kv_dtype.itemsize == 2 and head_dim <= 128 else 32,
         "SPLIT": SPLIT_TOKENS,
         "SPLITS": MAX_SPLITS,
@@ -412,7 +426,7 @@ def item_sizes(
 def chunk_sizes(
     group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> dict[str, int]:
-    """The constants of `chunk_kernel` that shapes and dtypes decide, with its warps and stages."""
+    """Constants of `chunk_kernel` that follow from shapes and dtypes, with its warps and stages."""
     rows = (
         16 if dtype == torch.float32 else 128 if head_dim <= 128 else 64
     )  # float32: no tensor cores
@@ -423,7 +437,7 @@ def chunk_sizes(
         "BLOCK_M": block_m,
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        # Registers limit it.
+        # Registers limit the block.
         "BLOCK_N": 16
         if kv_dtype == torch.int8 and (head_dim > 128 or architecture() not in WARP_GROUPS)
         else 32,
@@ -435,15 +449,18 @@ def chunk_sizes(
 def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
-    Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`. The grids depend on how many items and
-    tiles there may be, not on their lengths.
+    Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`. The grids depend on
+    the largest numbers of items and tiles, not on lengths.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_operands(q, kv, batch)
-    window, num_kv_heads, kept = kv.window or 0, kv.k.shape[1], kv.k.dtype
-    group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
+    window = kv.window or 0
+    num_kv_heads = kv.k.shape[1]
+    kept = kv.k.dtype
+    group = q.shape[1] // num_kv_heads
+    head_dim = q.shape[2]
     rows = batch.rows(group, window)
     out = q.new_empty(q.shape) if batch.num_rows == q.shape[0] else q.new_zeros(q.shape)
     tensors = (q, *kv.tensors, out)
@@ -459,7 +476,12 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
         partials = torch.empty(shape, dtype=torch.float32, device=q.device)
         items = (rows.item_rows, rows.item_tables, rows.item_lens, rows.work[window], num_items)
         item_kernel[(_num_programs(q.device),)](
-            *(*tensors, partials, rows.counters(num_kv_heads), rows.block_table, *items, *numbers),
+            *tensors,
+            partials,
+            rows.counters(num_kv_heads),
+            rows.block_table,
+            *items,
+            *numbers,
             **_planned(
                 "items", item_sizes(q.shape[1], num_kv_heads, head_dim, q.dtype, kept), kept
             ),
@@ -468,7 +490,11 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
     if num_tiles := rows.tiles.shape[1]:
         sizes = chunk_sizes(group, head_dim, torch.bfloat16 if INTERPRET else q.dtype, kept)
         chunk_kernel[(num_kv_heads * sizes["PARTS"], num_tiles)](
-            *(*tensors, rows.block_table, rows.tiles, num_tiles, *numbers),
+            *tensors,
+            rows.block_table,
+            rows.tiles,
+            num_tiles,
+            *numbers,
             **_planned("chunks", sizes, kept),
             **shared,
         )
@@ -476,7 +502,7 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
 
 
 def _planned(kernel: str, sizes: dict[str, int], kv_dtype: torch.dtype) -> dict[str, int]:
-    """Sizes with what was measured for the kernel: heads of up to 128 numbers of two bytes. More may not fit a GPU."""
+    """Sizes with the measured constants of the kernel, which hold for heads of up to 128 numbers of two bytes."""
     if INTERPRET:
         return {**sizes, "BLOCK_N": 64}  # the interpreter is fastest with few large blocks
     if sizes["BLOCK_D"] > 128 or kv_dtype.itemsize != 2:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load(pointers, live, INTERPRET: tl.constexpr):
-    """What is live of a block, zero elsewhere; the interpreter computes other dtypes than float32 wrongly."""
+    """Load the live part of a block, zero elsewhere; float32 in the interpreter, which is wrong in other dtypes."""
     values = tl.load(pointers, mask=live, other=0.0)
     if INTERPRET:
         values = values.to(tl.float32)
@@ -24,8 +24,8 @@ def _scaled(q, k, v, k_scales, v_scales, place, live, factor):
 
 @triton.jit
 def shrunk(old_top, new_top):
-    """What sums relative to the old maximum are multiplied by, and what scores are relative to from now on."""
-    # What has seen no key yet keeps -inf; the difference of two infinities is not a number.
+    """Factor of the sums that were relative to the old maximum, and the new maximum that scores are relative to."""
+    # A row without a key yet has the maximum -inf. The difference of two infinities is not a number.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     return tl.exp2(old_top - base), base
 
@@ -57,10 +57,10 @@ def attend(
     MASKED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Take in the keys from `begin` on: the running maximum, the sum of weights and the weighted sum of values.
+    """Add the keys from `begin` to `end` to the running maximum, the sum of weights and the weighted sum of values.
 
-    Masked, keys from `last` on are not read, and a row sees those up to its position in its window. Else the blocks
-    from `begin` to `end` are full, and all rows see them.
+    If masked, keys from `last` on are not read, and a row sees the keys up to its position and in its window. If not,
+    all blocks are full, and all rows see them.
     """
     d = tl.arange(0, BLOCK_D)
     live_d = d < D

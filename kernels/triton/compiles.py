@@ -1,8 +1,8 @@
-"""Tells which Triton kernels are compiled while requests are served: each compilation stops all of them meanwhile.
+"""Watch over compilations of Triton kernels while requests are served: each compilation holds all requests up.
 
 Triton compiles a kernel for every new combination of constants, of integers that are 1 or divide by 16, and of pointers
-that are 16-byte aligned. All that steps need is compiled before the first request, so a later compilation is an error
-of a launcher. A kernel that Triton finds in its cache on disk counts too, since loading it also stops a step.
+that are 16-byte aligned. All kernels of steps are compiled before the first request, so a later compilation is an error
+of a launcher. A kernel from Triton's cache on disk counts too, since loading it also holds a step up.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 class CompileWatch:
     """Counts compilations by kernel and logs each, from `begin` to `end`. Thread: any may compile.
 
-    Triton has one place for each hook. What stood there before is called too, so watches may overlap.
+    Triton has one place for each hook. The hook that stood there before is called too, so watches may overlap.
 
     Args:
-        clock: Tells the time in seconds.
+        clock: The time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -33,7 +33,7 @@ class CompileWatch:
         self._clock = clock
         self._started_s = threading.local()
         self._runtime: Any = None
-        """Where Triton keeps its hooks; None while this does not watch."""
+        """Triton's object with the hooks; None while this does not watch."""
         self._hooks_before: tuple[Any, Any] = (None, None)
 
     def begin(self) -> CompileWatch:
@@ -42,7 +42,8 @@ class CompileWatch:
         if triton is not None and self._runtime is None:
             runtime = self._runtime = triton.knobs.runtime
             self._hooks_before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-            runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._started, self._compiled
+            runtime.jit_cache_hook = self._started
+            runtime.jit_post_compile_hook = self._compiled
         return self
 
     def end(self) -> None:
@@ -60,7 +61,7 @@ class CompileWatch:
         self.end()
 
     def _started(self, **of_kernel: Any) -> bool | None:
-        """Before a compilation; what it returns would end it if it were true."""
+        """Hook before a compilation. A true result would end the compilation."""
         before = self._hooks_before[0]
         answer: bool | None = before(**of_kernel) if before else None
         self._started_s.value = self._clock()
@@ -83,7 +84,7 @@ class CompileWatch:
 
 
 def _variant(names: list[str], compiled: dict[str, Any]) -> str:
-    """What a variant was compiled for: its constants, and which arguments are known to divide by 16."""
+    """Name of a variant: its constants, and the arguments that are known to divide by 16."""
     constants = [f"{names[place[0]]}={value}" for place, value in compiled["constants"].items()]
     attributes: dict[tuple[int, ...], Any] = compiled["configs"][0]
     aligned = [

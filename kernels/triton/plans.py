@@ -1,8 +1,8 @@
 """Launch constants of the Triton kernels that were measured to be best, by architecture and kernel.
 
-A launcher asks `plan` with the constants that it takes by itself; which they are decides how fast a kernel is, and in
-what order it adds, so they must not change while an engine lives. `scripts/gpu kernels` measures others and writes
-those that are faster; its file becomes `plans.json` beside this one.
+A launcher calls `plan` with its default constants. The constants decide the speed of a kernel and the order of its
+sums, so they must not change while an engine lives. `scripts/gpu kernels` measures other constants and writes the
+faster ones; its file becomes `plans.json` beside this one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 PLANS = Path(__file__).with_name("plans.json")
-"""{architecture: {kernel: {constant: value}}}; there need not be one."""
+"""{architecture: {kernel: {constant: value}}}. The file may be missing."""
 
 
 asked: dict[str, dict[str, int]] = {}
-"""What `plan` returned last, by kernel: the constants that a benchmark can vary."""
+"""Last result of `plan` by kernel: the constants that a benchmark can vary."""
 _trials: dict[str, dict[str, int]] = {}
 
 
@@ -29,10 +29,10 @@ def plan(kernel: str, **constants: int) -> dict[str, int]:
 
     Args:
         kernel: Its name, with the sizes that the choice depends on: `items`, `shrink 4096 16`.
-        **constants: What the launcher takes where nothing was measured.
+        **constants: Defaults of the launcher, for a kernel that was not measured.
 
     Raises:
-        ValueError: What was measured has constants that the launcher does not.
+        ValueError: The plan has constants that the launcher does not know.
     """
     better = _trials.get(kernel) or measured(architecture()).get(kernel, {})
     if better.keys() - constants.keys():
@@ -56,7 +56,7 @@ def trying(kernel: str, **constants: int) -> Iterator[None]:
 
 @cache
 def architecture() -> str:
-    """Of the current GPU, as `sm90`; `cpu` where there is none."""
+    """Architecture of the current GPU, such as `sm90`; `cpu` without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
     major, minor = torch.cuda.get_device_capability()

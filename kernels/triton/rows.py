@@ -16,11 +16,11 @@ from manylora.kernels.triton.sgmv import COLUMN_BLOCK, add_delta, delta_operands
 ROW_BLOCK = 1024
 """Elements of a row that one program copies."""
 NORM_BLOCK_BYTES = 512
-"""Of a row that one program adds to the residual before the norm."""
+"""Bytes of a row that one program adds to the residual before the norm."""
 SILU_WARPS = 8
-"""With 4, a thread has more elements than registers that let a GPU hold many programs."""
+"""Warps of a program. With 4, threads need more registers, and fewer programs run at once."""
 MAX_NORM_ROWS = 16
-"""Rows of a tile that one program normalises after all others have ended; more are worth a launch of their own."""
+"""Largest tile that one program normalises after all others have ended; more rows are worth a launch of their own."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "sampled"])
@@ -82,7 +82,7 @@ def rms_norm_kernel(
 def _store_normed(value, weight, out, eps, n, N: tl.constexpr):
     """Normalise one vector, zero from N on, and store it.
 
-    The order of the sum depends on the number of warps, which therefore is the same in all kernels.
+    The order of the sum depends on the number of warps, so all kernels have the same number.
     """
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / N + eps)
     value = value * scale * tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
@@ -108,7 +108,7 @@ def expand_add_norm_kernel(
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
-    """One block of columns of one tile: add the delta, then the residual. Grid: (tiles, cdiv(N, BN)).
+    """Add the delta, then the residual, to one block of columns of one tile. Grid: (tiles, cdiv(N, BN)).
 
     The program of a tile that ends last normalises its rows, each as `rms_norm_kernel` does, and resets the counter.
     """
@@ -124,7 +124,7 @@ def expand_add_norm_kernel(
     x = add_delta(x, delta, tile, 0, n, live_n, N, BN, BM, SITE)
     value = x.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
     tl.store(new_residual + place, value.to(new_residual.dtype.element_ty), mask=live)
-    tl.debug_barrier()  # all of the program's elements are stored before it counts itself
+    tl.debug_barrier()  # all elements of the program are stored before it counts itself
     counter = counters + tl.program_id(0)
     if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
         c = tl.arange(0, BLOCK)
@@ -151,13 +151,21 @@ def fused_add_rms_norm(
     if delta.operands.tiles.rows > MAX_NORM_ROWS:
         expand(x, delta)
         return _norm(x, residual, weight, eps)
-    out, new_residual = torch.empty_like(x), torch.empty_like(x)
+    out = torch.empty_like(x)
+    new_residual = torch.empty_like(x)
     num_tiles, operands, constants = delta_operands(delta, len(x))
     if x.numel():
         columns = NORM_BLOCK_BYTES // x.element_size()
         counters = _counters(x.device, triton.next_power_of_2(max(num_tiles, 256)))
         expand_add_norm_kernel[(num_tiles, triton.cdiv(x.shape[1], columns))](
-            *(x, residual, weight, out, new_residual, counters, *operands, eps),
+            x,
+            residual,
+            weight,
+            out,
+            new_residual,
+            counters,
+            *operands,
+            eps,
             **{**_norm_sizes(x.shape[1]), **constants, "BN": columns, "num_stages": 2},
         )
     return out, new_residual
@@ -165,7 +173,7 @@ def fused_add_rms_norm(
 
 @functools.cache
 def _counters(device: torch.device, capacity: int) -> Tensor:
-    """Programs of each tile that have ended, all 0 before and after each launch. Kept, for captured graphs use it."""
+    """Number of ended programs of each tile, 0 before and after each launch. Kept, because captured graphs use it."""
     return torch.zeros(capacity, dtype=torch.int32, device=device)
 
 
@@ -227,12 +235,15 @@ def silu_and_mul_kernel(
 def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None = None) -> Tensor:
     """See `manylora.kernels.plain.rows.silu_and_mul`; the delta is added to gate_up first."""
     check_silu_and_mul(gate_up)
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
     num_tiles, operands, constants = delta_operands(delta, rows)
     if out.numel():
         silu_and_mul_kernel[(num_tiles, triton.cdiv(width, COLUMN_BLOCK))](
-            *(gate_up, out, *operands),
+            gate_up,
+            out,
+            *operands,
             **{
                 **constants,
                 "N": width,

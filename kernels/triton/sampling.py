@@ -1,13 +1,13 @@
 """Sampling in Triton: several programs per row, in passes over the vocabulary instead of a sort.
 
-Each filter keeps the tokens whose logit, divided by the temperature, reaches a bound. The bound of top-k and that of
-top-p are each found in two passes. The first counts the tokens, or sums their mass, above each of EDGES edges that
-divide the range of the logits evenly. The second collects the tokens between the two edges around the bound, which are
-few, and halves the interval until the bound is exact. The draw walks the kept tokens in order of their ids.
+Each filter keeps the tokens whose logit, divided by the temperature, reaches a bound. Top-k and top-p each need two
+passes to find their bound. The first pass divides the range of the logits evenly by EDGES edges, and counts the tokens,
+or sums their mass, above each edge. The second pass collects the few tokens between the two edges around the bound, and
+halves the interval until the bound is exact. The draw walks the kept tokens in order of their ids.
 
-In each pass the program of a row that finishes last merges the parts of all, in a fixed order. Where the order of
-tokens is not fixed, sums are of integers. So a row's token is repeatable and does not depend on the batch. The launches
-are always the same: on the device, the programs of a row skip the passes that it does not need.
+In each pass the last program of a row to finish merges the parts of all, in a fixed order. Where the order of tokens is
+not fixed, sums are of integers. So a row's token is repeatable and does not depend on the batch. The launches are
+always the same: on the device, the programs of a row skip the passes that it does not need.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ CHUNK = tl.constexpr(4096)
 """Tokens per program."""
 EDGES = tl.constexpr(32)
 TILE = tl.constexpr(4096 if INTERPRET else 128)
-"""Tokens that a program compares with all edges at once; the interpreter takes as long for many as for few."""
+"""Tokens that a program compares with all edges at once; in the interpreter more cost no more time."""
 BLOCK = tl.constexpr(1024)
 """Tokens between two edges that the last program of a row compares at once."""
 WARPS = 8
 RANGE = tl.constexpr(32.0)
-"""Filters look no further below the largest logit: a million tokens there have less than 2e-8 of the mass."""
+"""Range of filters below the largest logit: a million tokens below it have less than 2e-8 of the mass."""
 FIXED = tl.constexpr(2.0**40)
-"""The mass of the likeliest token where masses are integers; those of 2**22 tokens fit in 63 bits."""
+"""Mass of the likeliest token where masses are integers; the sum of 2**22 such masses fits in 63 bits."""
 LEAST_ROWS = 1024
 """Rows for which counters are made at once."""
 STATE = tl.constexpr(7)
 """Numbers kept of a row between passes: its largest and its least logit; the lower and the upper edge around the bound,
 the count or mass above both, and the count or mass that is to be kept; the bound so far, scaled."""
 ANYWHERE = ("words", "sampled")
-"""Operands that may lie at any address: they do not make a variant of a kernel."""
+"""Operands whose alignment makes no variant of a kernel."""
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _float_of(ordered):
 
 @triton.jit
 def _arrives_last(counter):
-    # Whether the other programs of this row are done; then what they stored can be read past L1, and the counter is 0.
+    # True if the other programs of this row are done. Then their results can be read past L1, and the counter is 0.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1
     if is_last:
@@ -95,7 +95,7 @@ def _is_drawn(words, sampled, row):
 
 @triton.jit
 def _limit(words, sampled, row, V, MASS: tl.constexpr):
-    # Of top-p (MASS) or top-k, and whether it rules anything out in this row.
+    # The limit of top-p (MASS) or top-k, and whether it rules anything out in this row.
     if MASS:
         limit = _parameter(words, row, TOP_P)
         is_needed = limit < 1.0
@@ -115,8 +115,9 @@ def _fixed(z, top, bound):
 def stats_kernel(
     logits, sampled, state, counters, partials, V, stride: tl.int64, CHUNKS: tl.constexpr
 ):
-    """Largest and least logit of a row, and the code or the likeliest token. Grid of all: (B, chunks of V)."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    """Find the largest and least logit of a row, and the code or the likeliest token. Grid of all: (B, chunks of V)."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * stride + i, mask=i < V, other=float("-inf"))
     is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
@@ -129,7 +130,8 @@ def stats_kernel(
     tl.store(part + 2, place.to(tl.float32, bitcast=True))
     if _arrives_last(counters + 2 * row):
         c = tl.arange(0, CHUNKS)
-        parts, is_part = partials + (row * tl.num_programs(1) + c) * EDGES, c < tl.num_programs(1)
+        parts = partials + (row * tl.num_programs(1) + c) * EDGES
+        is_part = c < tl.num_programs(1)
         maxima = tl.load(parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         minima = tl.load(parts + 1, mask=is_part, other=float("inf"), cache_modifier=".cg")
         places = tl.load(parts + 2, mask=is_part, other=0.0, cache_modifier=".cg").to(
@@ -160,11 +162,14 @@ def edges_kernel(
     CHUNKS: tl.constexpr,
 ):
     """Find two neighbouring edges around a bound, and the number or mass of the tokens above both."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     limit, is_needed = _limit(words, sampled, row, V, MASS)
     if is_needed:
-        temperature, at = _parameter(words, row, TEMPERATURE), state + row * STATE
-        top, kept = tl.load(at) / temperature, tl.load(at + 6)
+        temperature = _parameter(words, row, TEMPERATURE)
+        at = state + row * STATE
+        top = tl.load(at) / temperature
+        kept = tl.load(at + 6)
         least = tl.maximum(tl.load(at + 1) / temperature, top - RANGE)
         e = tl.arange(0, EDGES)
         edges = tl.where(
@@ -199,15 +204,16 @@ def bound_kernel(
     logits, words, sampled, state, counters, found, V, stride: tl.int64, MASS: tl.constexpr
 ):
     """Find the largest bound between two edges that keeps enough."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     _, is_needed = _limit(words, sampled, row, V, MASS)
     if is_needed:
-        temperature, at, cursor = (
-            _parameter(words, row, TEMPERATURE),
-            state + row * STATE,
-            counters + 2 * row + 1,
-        )
-        top, lower, upper = tl.load(at) / temperature, tl.load(at + 2), tl.load(at + 3)
+        temperature = _parameter(words, row, TEMPERATURE)
+        at = state + row * STATE
+        cursor = counters + 2 * row + 1
+        top = tl.load(at) / temperature
+        lower = tl.load(at + 2)
+        upper = tl.load(at + 3)
         z = _load_scaled(logits, row, stride, chunk * CHUNK, V, temperature, CHUNK)
         is_between = (z >= lower) & (z < upper) & (z >= tl.load(at + 6))
         place = tl.cumsum(is_between.to(tl.int32), axis=0) - 1
@@ -243,10 +249,13 @@ def draw_kernel(
     logits, words, sampled, state, counters, masses, V, stride: tl.int64, CHUNKS: tl.constexpr
 ):
     """Draw from the tokens that reach a row's bound and min-p."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     if _is_drawn(words, sampled, row):
-        temperature, min_p = _parameter(words, row, TEMPERATURE), _parameter(words, row, MIN_P)
-        top, bound = tl.load(state + row * STATE) / temperature, tl.load(state + row * STATE + 6)
+        temperature = _parameter(words, row, TEMPERATURE)
+        min_p = _parameter(words, row, MIN_P)
+        top = tl.load(state + row * STATE) / temperature
+        bound = tl.load(state + row * STATE + 6)
         if min_p > 0.0:
             bound = tl.maximum(bound, top + tl.log(min_p))
         z = _load_scaled(logits, row, stride, chunk * CHUNK, V, temperature, CHUNK)
@@ -256,7 +265,7 @@ def draw_kernel(
             parts = masses + row * tl.num_programs(1) + c
             mass = tl.load(parts, mask=c < tl.num_programs(1), other=0, cache_modifier=".cg")
             total = tl.sum(mass, axis=0)
-            # Of a draw all 24 bits count; their product with the total has too many for 64.
+            # All 24 bits of a draw count, but their product with the total needs more than 64 bits.
             draw = tl.minimum((_parameter(words, row, UNIFORM) * 16777216.0).to(tl.int64), 16777215)
             target = (total >> 24) * draw + (((total & 0xFFFFFF) * draw) >> 24)
             chosen = tl.sum((tl.cumsum(mass, axis=0) <= target).to(tl.int32), axis=0)
@@ -269,9 +278,9 @@ def draw_kernel(
 
 @functools.cache
 def _counters(device: torch.device, num_rows: int) -> Tensor:
-    """[num_rows, 2], int32, of programs that are done and of values that are found.
+    """Counters of programs that are done and of values that are found, [num_rows, 2], int32.
 
-    Zeros, as each launch leaves them. Captured graphs hold their address, so they stay.
+    They are zero before and after each launch, and keep their address, because captured graphs use it.
     """
     return torch.zeros((num_rows, 2), dtype=torch.int32, device=device)
 
@@ -292,12 +301,12 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
         return tokens
     grid = (num_rows, triton.cdiv(vocab_size, CHUNK.value))
     counters = _counters(logits.device, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
-    state, partials = logits.new_empty(num_rows, STATE.value), logits.new_empty(*grid, EDGES.value)
-    found, masses = (
-        logits.new_empty(num_rows, vocab_size),
-        logits.new_empty(grid, dtype=torch.int64),
-    )
-    kept, shape = (tokens, state, counters), (vocab_size, logits.stride(0))
+    state = logits.new_empty(num_rows, STATE.value)
+    partials = logits.new_empty(*grid, EDGES.value)
+    found = logits.new_empty(num_rows, vocab_size)
+    masses = logits.new_empty(grid, dtype=torch.int64)
+    kept = (tokens, state, counters)
+    shape = (vocab_size, logits.stride(0))
     operands = (logits, columns.words, *kept)
     sizes = {"CHUNKS": triton.next_power_of_2(grid[1]), "num_warps": WARPS}
     stats_kernel[grid](logits, *kept, partials, *shape, **sizes)
@@ -318,7 +327,7 @@ def mask_tokens_kernel(
     word = tl.load(bits + index.to(tl.int64) * W + token // 32, mask=token // 32 < W, other=0)
     is_ruled_out = (((word >> (token % 32)) & 1) == 0) & (token < V)
     places = logits + tl.load(rows + index) * stride + token
-    # NaN and what is too large stay: `sample` is to see them.
+    # NaN and logits that are too large stay, so that `sample` finds them.
     is_number = tl.load(places, mask=is_ruled_out, other=0.0) < MAX_LOGIT
     tl.store(places, float("-inf"), mask=is_ruled_out & is_number)
 
@@ -344,8 +353,8 @@ def logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the unfiltered distribution, with torch operators: it is rare, and no step waits for it.
 
-    Semantics, arguments and results: `manylora.kernels.plain.sampling.logprobs`, but which of several equals at the
-    end of the list are reported is left to torch.topk.
+    Semantics, arguments and results: `manylora.kernels.plain.sampling.logprobs`, but torch.topk chooses among equals
+    at the end of the list.
 
     Raises:
         ValueError: A shape or dtype does not fit.

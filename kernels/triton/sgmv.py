@@ -1,9 +1,9 @@
-"""SGMV in Triton: shrink, and expand as part of the operation that reads the site's output, or alone.
+"""SGMV in Triton: shrink, and expand, which is part of the operation that reads the site's output, or alone.
 
-Ranks and offsets are read from device tables, so work is in proportion to true ranks and no address changes when
-adapters come and go. There are no atomics: split-K partial sums go to float32 planes, which the expand adds up in a
-fixed order, so results are bitwise repeatable. Triton's interpreter computes bfloat16 wrongly; under it every value is
-cast to float32 right after its load.
+Ranks and offsets are read from device tables, so the work grows with true ranks, and no address changes when adapters
+come and go. There are no atomics: partial sums of split-K go to float32 planes, which the expand adds in a fixed order,
+so results are bitwise repeatable. Triton's interpreter computes bfloat16 wrongly, so there every value is cast to
+float32 right after its load.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shrink_kernel(
     BK: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """One block of rank rows of one slice of one tile, over one part of K.
+    """Compute one block of rank rows of one slice of one tile, over one part of K.
 
     Semantics: `planes[part, row, slice * max_rank + n] = sum(x[row, k] * A[n, k] for k in part)`, n below the rank.
     Grid: (tiles, slices * cdiv(max_rank, BR), SPLIT_K).
@@ -92,9 +92,9 @@ def shrink_kernel(
 
 @triton.jit
 def tile_of(tiles, num_tokens, BM: tl.constexpr):
-    """A program's tile: slot, first row, number of rows, rows [BM] and which of them it has.
+    """A program's tile: slot, first row, number of rows, rows [BM], and a mask of those that belong to it.
 
-    Grid: (tiles, ...). Without tiles, they are BM rows of the base after the other.
+    Grid: (tiles, ...). Without tiles, a tile is the next BM rows of the base.
     """
     tile = tl.program_id(0)
     if tiles is None:
@@ -111,7 +111,7 @@ def tile_of(tiles, num_tokens, BM: tl.constexpr):
 
 @triton.jit
 def entry_of(delta, slot, layer, module):
-    """Where an adapter's module stands in the tables, and its rank; 0 for the base."""
+    """Index of an adapter's module in the tables, and its rank; 0 for the base."""
     _, _, _, ranks, _, num_layers, num_modules = delta
     entry = (slot.to(tl.int64) * num_layers + layer) * num_modules + module
     return entry, tl.multiple_of(tl.load(ranks + entry, mask=slot >= 0, other=0), 8)
@@ -121,9 +121,9 @@ def entry_of(delta, slot, layer, module):
 def add_delta(
     y, delta, tile, which, n, live_n, width, BN: tl.constexpr, BM: tl.constexpr, SITE: tl.constexpr
 ):
-    """Add what an adapter adds to columns `n` of a slice of `width` to y [BM, BN], in its dtype; at rank 0, y as it is.
+    """Add an adapter's delta for columns `n` of a slice of `width` to y [BM, BN], in its dtype; rank 0 adds nothing.
 
-    A tile is its slot, the layer, its rows, which of them it has, and the number of rows of all tiles.
+    A tile is its slot, the layer, its rows, a mask of those that belong to it, and the number of rows of all tiles.
 
     Semantics: `y + scaling * sum(planes[:, row, r].sum() * BT[r, n] for r in range(rank))`, the sum of the planes
     rounded to the dtype of the weights.
@@ -184,7 +184,7 @@ def expand_kernel(
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
-    """`add_delta` to one block of output columns of one tile, in place.
+    """Apply `add_delta` to one block of output columns of one tile, in place.
 
     Grid: (tiles, sum over slices of cdiv(width, BN)). W0 to W2 are slice widths, 0 where there is no slice; ALIGN
     divides all of them.
@@ -211,15 +211,15 @@ def expand_kernel(
 
 
 INTERPRET = not isinstance(shrink_kernel, triton.runtime.JITFunction)
-"""Whether the kernels run through Triton's interpreter; decided by TRITON_INTERPRET when this module is imported."""
+"""True if the kernels run in Triton's interpreter: TRITON_INTERPRET decides when this module is imported."""
 COLUMN_BLOCK = 128
 """Output columns that one program of the expand computes."""
 SHRINK_WARPS = 8
-"""With 4, a thread has more elements of short tiles than registers that let a GPU hold many programs."""
+"""Warps of a program. With 4, threads of short tiles need more registers, and fewer programs run at once."""
 
 
 def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
-    """Multiply every tile's rows with its adapter's A; what `sgmv` adds to y can then be added by `expand`.
+    """Multiply every tile's rows with its adapter's A. `expand` adds the result to y, as `sgmv` does at once.
 
     The grid depends on shapes only, never on what the tables hold, so a captured graph stays valid when adapters
     change. Tile lengths above `tiles.rows` are not computed.
@@ -233,14 +233,17 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     """
     arena_elements, tables, tiles, site, _ = operands
     check_operands(x, operands)
-    num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.numbers.shape[1]
+    num_tokens = x.shape[0]
+    num_slices = len(site.modules)
+    num_tiles = tiles.numbers.shape[1]
     groups = tables.offsets.shape[4]
     element_size = arena_elements.element_size()
     unit = PITCH_BYTES // element_size
     sizes = shrink_sizes(site.in_features, tiles.rows, groups, element_size)
-    if element_size == 2:  # what fits a GPU then may not in float32
+    if element_size == 2:  # measured constants may not fit a GPU in float32
         sizes = plan(f"shrink {site.in_features} {tiles.rows}", **sizes)
-    split_k, rank_blocks = sizes["SPLIT_K"], -(-groups * GROUP_ROWS // sizes["BR"])
+    split_k = sizes["SPLIT_K"]
+    rank_blocks = -(-groups * GROUP_ROWS // sizes["BR"])
     planes = x.new_empty(
         (split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32
     )
@@ -254,7 +257,9 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
             "GROUPS": groups,
         }
         shrink_kernel[(num_tiles, num_slices * rank_blocks, split_k)](
-            *(x, *delta_operands(delta, num_tokens)[1], x.stride(0)),
+            x,
+            *delta_operands(delta, num_tokens)[1],
+            x.stride(0),
             **{
                 "K": site.in_features,
                 "PITCH": pitch,
@@ -276,7 +281,9 @@ def expand(y: Tensor, delta: LoraDelta) -> None:
     if num_tiles and len(y):
         blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": COLUMN_BLOCK}
         expand_kernel[(num_tiles, sum(-(-width // COLUMN_BLOCK) for width in widths))](
-            *(y, *operands, y.stride(0)),
+            y,
+            *operands,
+            y.stride(0),
             **{**blocks, **constants, "ALIGN": gcd(16, *site.widths)},
             num_warps=num_warps(constants),
             num_stages=2,
@@ -298,7 +305,7 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
 def delta_operands(
     delta: LoraDelta | None, num_tokens: int
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """What kernels with `add_delta` take.
+    """Operands and constants for kernels with `add_delta`.
 
     Args:
         delta: None for rows of the base alone, which are cut into tiles of 16.
@@ -306,7 +313,7 @@ def delta_operands(
 
     Returns:
         The number of tiles; `delta`, `tiles`, `layer` and `num_tokens`; constants. `delta` is the planes, the arena,
-        the three tables, and how many layers and modules these have. SITE is the number of slices, elements of a unit,
+        the three tables, and their numbers of layers and modules. SITE is the number of slices, elements of a unit,
         row groups of the largest rank, planes, rank rows of a block, whether it is interpreted, and the
         first module.
     """
@@ -333,7 +340,7 @@ def delta_operands(
 
 
 def num_warps(constants: Mapping[str, int]) -> int:
-    """Of a kernel for tiles of BM rows."""
+    """Warps of a kernel for tiles of BM rows."""
     return 4 if constants["BM"] <= 16 else 8
 
 
@@ -341,15 +348,17 @@ def num_warps(constants: Mapping[str, int]) -> int:
 def shrink_sizes(
     in_features: int, tile_rows: int, groups: int, element_size: int
 ) -> dict[str, int]:
-    """The constants of `shrink_kernel` that never change in a bucket, with its stages; not by its number of adapters.
+    """Constants and stages of `shrink_kernel`. They are the same for all steps of a bucket, whatever their adapters.
 
-    Few rows leave most of a GPU idle, so K is split among more programs; long tiles have work enough without. There
-    are as many buffers of loads as fit shared memory.
+    Few rows leave most of a GPU idle, so K is split among more programs; long tiles have enough work without it. The
+    number of stages is the largest that fits shared memory.
     """
     rank_block = min(64, max(16, triton.next_power_of_2(groups * GROUP_ROWS)))
-    k_block, split_k = 128 // element_size, 1
+    k_block = 128 // element_size
+    split_k = 1
     if tile_rows <= 16:
-        k_block, split_k = 128, min(8 if in_features >= 8192 else 4, -(-in_features // 128))
+        k_block = 128
+        split_k = min(8 if in_features >= 8192 else 4, -(-in_features // 128))
     return {
         "BR": rank_block,
         "BK": k_block,

@@ -1,4 +1,4 @@
-"""The `manylora` command. Each command is a module of `manylora.cli`; nothing heavy is imported here."""
+"""The `manylora` command. Each command is a module of `manylora.cli`. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from manylora.cli.options import fail_with
 from manylora.errors import ManyloraError
 
 COMMANDS = (
-    *(
-        "serve",
-        "cluster",
-        "demo",
-        "doctor",
-        "adapter",
-        "fit",
-        "quantize",
-        "ps",
-        "tenant",
-        "key",
-        "usage",
-    ),
-    *("audit", "config", "dashboard", "db"),
+    "serve",
+    "cluster",
+    "demo",
+    "doctor",
+    "adapter",
+    "fit",
+    "quantize",
+    "ps",
+    "tenant",
+    "key",
+    "usage",
+    "audit",
+    "config",
+    "dashboard",
+    "db",
 )
-"""Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
+"""Modules in the order of the help. Each has `app`, a group of commands, or a function with the module's name."""
 
 
 class _Commands(TyperGroup):
-    """All commands; a deliberate error of any of them ends with one line on stderr."""
+    """Group of all commands. A deliberate error of a command becomes one line on stderr."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - the type of typer is private
         try:
@@ -47,7 +48,7 @@ def version() -> None:
 
 
 def make_app() -> typer.Typer:
-    """All commands."""
+    """Make the app with all commands."""
     from manylora.benchmarks.command import app as bench
     from manylora.cli.key import whoami
 
@@ -73,5 +74,5 @@ def make_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command line; wrong input exits with 2, failures with 1."""
+    """Run the command line. Wrong input exits with 2, a failure with 1."""
     make_app()()

@@ -17,8 +17,16 @@ from manylora.errors import AdapterError, ClientError, Finding, PayloadTooLargeE
 
 KEEP_SMALL = "Leave out what PEFT did not write."
 COLUMNS = (
-    *("name", "tenant", "version", "rank", "target_modules", "parameters"),
-    *("pages", "residency", "pinned", "aliases"),
+    "name",
+    "tenant",
+    "version",
+    "rank",
+    "target_modules",
+    "parameters",
+    "pages",
+    "residency",
+    "pinned",
+    "aliases",
 )
 Folder = Annotated[
     Path,
@@ -106,7 +114,7 @@ def push(  # noqa: PLR0913 - one parameter per option
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Upload an adapter, or its next version. After a broken connection it goes on, also when started again."""
+    """Upload an adapter, or its next version. A broken upload is continued, also by a later call."""
     import sys
 
     from rich.console import Console
@@ -166,7 +174,7 @@ def push(  # noqa: PLR0913 - one parameter per option
 def list_adapters(
     tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """List adapters; with the admin key and without --tenant those of all tenants."""
+    """List adapters; with the admin key and without --tenant, those of all tenants."""
     show(connect(url, key, tenant).list_adapters(), as_json, COLUMNS)
 
 
@@ -174,13 +182,12 @@ def list_adapters(
 def show_adapter(
     name: str, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """Show one adapter, who else may call it, and its versions."""
-    client, name = connect(url, key, tenant), _own_name(name)
-    body, versions, grants = (
-        client.get_adapter(name),
-        client.list_versions(name),
-        client.list_grants(name),
-    )
+    """Show an adapter, the tenants that may call it, and its versions."""
+    client = connect(url, key, tenant)
+    name = _own_name(name)
+    body = client.get_adapter(name)
+    versions = client.list_versions(name)
+    grants = client.list_grants(name)
     if as_json:
         show({**body, "versions": versions, "grants": grants}, True, ())
         return
@@ -202,7 +209,7 @@ def set_aliases(
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Say which version an alias means; the name without @ means `default`, so default=1 rolls back to 1."""
+    """Set the version of an alias. The name without @ means `default`, so default=1 rolls back to version 1."""
     meanings = dict(_alias(text) for text in aliases)
     show(
         connect(url, key, tenant).update_adapter(_own_name(name), aliases=meanings),
@@ -223,8 +230,9 @@ def grant(
     url: URL = None,
     key: KEY = None,
 ) -> None:
-    """Let another tenant call an adapter as `tenant/name`, or take that back."""
-    client, name = connect(url, key, tenant), _own_name(name)
+    """Let another tenant call an adapter as `tenant/name`, or withdraw that."""
+    client = connect(url, key, tenant)
+    name = _own_name(name)
     if withdraw:
         client.withdraw_grant(name, grantee, version)
         typer.echo(f"{grantee} may no longer call {name}")
@@ -261,7 +269,7 @@ def unpin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) ->
 
 @contextmanager
 def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -> Iterator[None]:
-    """If the block finds that an adapter cannot be served, print all that is wrong with it and end the command."""
+    """If the block finds that an adapter cannot be served, print all findings and end the command."""
     files = {"config": config.name if config else "", "weights": weights.name}
     try:
         yield
@@ -279,7 +287,7 @@ def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -
 
 
 def _tell(report: Mapping[str, Any]) -> None:
-    """Print what the check noticed, the warnings on stderr."""
+    """Print the report of a check, with warnings on stderr."""
     if report.get("layout") == "mlx" or report.get("renamed"):
         renamed = (
             f", {report['renamed']} tensors under other names than PEFT's"
@@ -292,9 +300,10 @@ def _tell(report: Mapping[str, Any]) -> None:
 
 
 def _tell_pushed(body: Mapping[str, Any]) -> None:
-    """Print what a push came to, and how to ask for it."""
+    """Print the result of a push, and the name for requests."""
     _tell(body.get("report") or {})
-    version, selector = body["version"], body["name"]
+    version = body["version"]
+    selector = body["name"]
     is_default = body["aliases"].get("default") == version
     if not body["is_new"]:
         means = f"; the plain name means version {version} now" if is_default else ""
@@ -310,7 +319,7 @@ def _tell_pushed(body: Mapping[str, Any]) -> None:
 
 
 def _own_name(name: str) -> str:
-    """An adapter's name; ends the command where it comes with a tenant or a version."""
+    """Check an adapter's name. A name with a tenant or a version ends the command."""
     tenant, slash, own = name.rpartition("/")
     if slash:
         fail(
@@ -326,7 +335,7 @@ def _own_name(name: str) -> str:
 
 
 def _alias(text: str) -> tuple[str, dict[str, int] | int | None]:
-    """An alias and its meaning, from `prod=2`, `prod=2:90,3:10` or `prod=`."""
+    """Read an alias and its meaning from `prod=2`, `prod=2:90,3:10` or `prod=`."""
     if not re.fullmatch(r"[^=]*=((\d+(:\d+)?,)*\d+(:\d+)?)?", text, re.ASCII):
         fail(
             f"{text!r} gives an alias no meaning: write ALIAS=VERSION (prod=2), ALIAS=VERSION:WEIGHT,VERSION:WEIGHT "

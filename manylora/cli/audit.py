@@ -18,7 +18,7 @@ Most = Annotated[int, typer.Option(help="Most entries.", min=1, max=1000)]
 def audit(
     tenant: Tenant = None, limit: Most = 50, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """Show who changed what, newest first; needs the admin key."""
+    """Show the last changes and their authors, newest first. Needs the admin key."""
     show(
         connect(url, key, tenant).audit(limit),
         as_json,

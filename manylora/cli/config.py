@@ -1,4 +1,4 @@
-"""`manylora config`: show the settings as they would be used, or write a file with all of them."""
+"""`manylora config`: show the settings in use, or write a file with all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show_config(model: Model = None, config: Config = None, settings: Setting = 
 def init(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("manylora.yaml"),
 ) -> None:
-    """Write a file with every setting, its default and what it does."""
+    """Write a file with every setting, its default and its effect."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(defaults_as_yaml())
@@ -51,7 +51,7 @@ def init(
 
 
 def defaults_as_yaml() -> str:
-    """A settings file with every setting explained, and commented out at its default."""
+    """Write a settings file in which every setting is explained, and commented out at its default."""
     lines = [HEADER]
     for section, purpose, settings in explained():
         lines.append(f"\n{section}:  # {purpose}\n")
@@ -65,9 +65,9 @@ def defaults_as_yaml() -> str:
 
 
 def explained() -> Iterator[tuple[str, str, list[tuple[str, Any, str]]]]:
-    """Sections of the settings: name, purpose, and for each setting its name, default and what it does.
+    """Sections of the settings: name, purpose, and for each setting its name, default and effect.
 
-    The default is as YAML has it, MISSING where there is none.
+    The default is as in YAML; MISSING if there is none.
     """
     from manylora.server.settings import SECTIONS
 

@@ -22,7 +22,7 @@ def dashboard(
     data_dir: DataDir = Path("manylora-data"),
     as_json: JSON = False,
 ) -> None:
-    """Print a link that opens the dashboard with the rights of the key; it works once, within ten minutes."""
+    """Print a link that opens the dashboard with the rights of the key. It works once, within ten minutes."""
     client = connect(url, key or _admin_key(data_dir))
     made = client.request("POST", "/v1/session/links")
     address = f"{client.url}/#link={made['link']}"

@@ -1,4 +1,4 @@
-"""`manylora db`: look after the registry's database where no server runs."""
+"""`manylora db`: upgrade the registry's database while no server runs."""
 
 from __future__ import annotations
 

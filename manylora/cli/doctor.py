@@ -1,4 +1,4 @@
-"""`manylora doctor`: looks at this machine and says what to do about what is wrong."""
+"""`manylora doctor`: checks this machine, and says how to repair what is wrong."""
 
 from __future__ import annotations
 
@@ -91,10 +91,8 @@ def _torch() -> Iterator[Finding]:
             )
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            name, (major, minor) = (
-                torch.cuda.get_device_name(index),
-                torch.cuda.get_device_capability(index),
-            )
+            name = torch.cuda.get_device_name(index)
+            major, minor = torch.cuda.get_device_capability(index)
             yield Finding(
                 "device", "ok", f"{name}, sm_{major}{minor}, {free >> 30} of {total >> 30} GiB free"
             )
@@ -224,7 +222,7 @@ def _chat_template(tokenizer: Tokenizer) -> Finding:
 
 
 def _weights(spec: DecoderSpec) -> Iterator[Finding]:
-    """What each format of weights takes and gives on a CPU."""
+    """Memory and speed of each format of weights on a CPU."""
     import torch
 
     from manylora.engine.model.device import choose_dtype

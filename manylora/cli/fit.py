@@ -1,4 +1,4 @@
-"""`manylora fit`: would these adapters be on the device all at once, and how much KV cache is left? Needs no server."""
+"""`manylora fit`: tells without a server if adapters fit on the device at once, and how much KV cache is left."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
     free_gib: Annotated[
         float | None,
-        typer.Option(help="Plan for a device with so many GiB free, instead of this machine."),
+        typer.Option(help="Plan for a device with this many GiB free, instead of this machine."),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt plus output in tokens.")
@@ -84,7 +84,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
 
 
 def _modules(targets: str) -> list[str]:
-    """Names of modules; none means all."""
+    """Names of modules; an empty list means all."""
     from manylora.server.http.bodies import ALL_LINEAR, MODULE_NAMES
 
     if targets in ("all", ALL_LINEAR):
@@ -134,7 +134,8 @@ def _show(found: AdapterFitView, planned: PlannedCapacity, as_json: bool) -> Non
             )
         )
         return
-    page_bytes, memory = planned.capacity.geometry.page_bytes, planned.memory
+    page_bytes = planned.capacity.geometry.page_bytes
+    memory = planned.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
     name = number_format(
         str(planned.dtype).removeprefix("torch."),
@@ -160,12 +161,13 @@ def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
         item.adapter or "(to come)",
         ",".join(name.removesuffix("_proj") for name in item.target_modules),
     )
-    size, waste = _size(item.pages * page_bytes), f"{item.waste:.1%}"
+    size = _size(item.pages * page_bytes)
+    waste = f"{item.waste:.1%}"
     return name, str(item.rank), targets, f"{item.count:,}", f"{item.pages:,}", size, waste
 
 
 def _advice(found: AdapterFitView, planned: PlannedCapacity) -> str:
-    """What to do so that all fit at once."""
+    """Advice that makes all adapters fit at once."""
     from manylora.config import AdapterConfig
     from manylora.errors import ConfigError
 

@@ -60,7 +60,7 @@ def list_keys(tenant: str, url: URL = None, key: KEY = None, as_json: JSON = Fal
 def rotate(
     key_id: str, grace_s: Grace = 0, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """Replace a key by a new one of the same rights, and print its secret, which is never shown again."""
+    """Replace a key by a new one with the same rights, and print its secret, which is never shown again."""
     made = connect(url, key).rotate_key(key_id, grace_s)
     show(made, as_json, (*COLUMNS[:3], "scopes", "expires_at", "key"))
 
@@ -73,12 +73,13 @@ def revoke(key_id: str, url: URL = None, key: KEY = None) -> None:
 
 
 def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
-    """Show the tenant and the rights of the key, its limits, and how much of them is used."""
+    """Show the tenant and the rights of the key, its limits, and their use."""
     me = connect(url, key, tenant).me()
     if as_json:
         show(me, True, ())
         return
-    own, owner = me.get("key") or {}, me.get("tenant") or {}
+    own = me.get("key") or {}
+    owner = me.get("tenant") or {}
     facts = {
         "role": me.get("role"),
         "tenant": owner.get("name"),

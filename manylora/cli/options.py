@@ -1,4 +1,4 @@
-"""What commands share: options, the client of a server, and errors in the words of the command line."""
+"""Shared parts of commands: options, the client of a server, and errors in the words of the command line."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ TENANT = Annotated[
     str | None, typer.Option("--tenant", help="With the admin key: the tenant to act for.")
 ]
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
-"""File of an adapter by the first part of the code of a finding."""
-FAILURE, BAD_INPUT = 1, 2
-"""Exit statuses."""
+"""File of an adapter by the first part of a finding's code."""
+FAILURE = 1
+"""Exit status of a failure."""
+BAD_INPUT = 2
+"""Exit status of wrong input."""
 INPUT_STATUSES = frozenset({400, 413, 422})
 NO_ANSWER = frozenset(
     {"unreachable", "untrusted_certificate", "upload.interrupted", "not_manylora"}
@@ -54,33 +56,34 @@ WORDS = {
     "activate=false": "--no-activate",
     "Push again": "Run the command again",
 }
-"""Words of the API and its client, and what the command line calls them."""
+"""Words of the API and its client, with those of the command line."""
 FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter"})
-"""Fields of the API that are options of the same name."""
+"""Fields of the API that are options with the same name."""
 
 
 def connect(url: str | None, key: str | None, tenant: str | None = None) -> Client:
-    """The client of a server."""
+    """Make the client of a server."""
     from manylora.client import Client
 
     return Client(url, key, tenant)
 
 
 def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
-    """Print the reason on stderr and exit."""
+    """Print a message on stderr and exit."""
     typer.echo(f"manylora: {message}", err=True)
     raise typer.Exit(status)
 
 
 def fail_with(error: ManyloraError, as_json: bool = False) -> NoReturn:
-    """Print an error in the words of the command line and exit; `as_json` prints an adapter's findings as JSON, too."""
+    """Print an error in the words of the command line and exit. `as_json` prints an adapter's findings as JSON too."""
     if not isinstance(error, ClientError):
         fail(error.message, BAD_INPUT if isinstance(error, AdapterError | ConfigError) else FAILURE)
     if error.findings:
         refuse("the adapter", error.findings, as_json)
     reason = f"{error.message} ({error.code})" if error.status else error.message
     for word, own in WORDS.items():
-        reason, error.hint = reason.replace(word, own), error.hint.replace(word, own)
+        reason = reason.replace(word, own)
+        error.hint = error.hint.replace(word, own)
     if error.param in FILTERS:
         reason = reason.replace(error.param, f"--{error.param}", 1)
     is_input = (
@@ -95,7 +98,7 @@ def refuse(
     as_json: bool,
     files: Mapping[str, str] = FILES,
 ) -> NoReturn:
-    """Print all that is wrong with an adapter, on stderr as a numbered list, and exit with 2."""
+    """Print all findings about an adapter, as a numbered list on stderr, and exit with 2."""
     first = findings[0]
     if as_json:
         message = f"{first['message']} {first['hint']}"

@@ -1,4 +1,4 @@
-"""`manylora quantize`: write a checkpoint whose linear weights take 8, 4 or 3.5 bits, and show the error of each."""
+"""`manylora quantize`: writes a checkpoint with linear weights in 8, 4 or 3.5 bits, and shows the error of each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Output = Annotated[Path, typer.Option(help="Folder to write; it must not exist."
 
 
 def quantize(model: Model, target: Format, output: Output, as_json: JSON = False) -> None:
-    """Quantise a model's linear weights, by rounding to the nearest level, so that it takes less memory.
+    """Quantise a model's linear weights by rounding to the nearest level, so that it takes less memory.
 
     Prints the relative error of each weight by layer. int8 and int4 are compressed-tensors checkpoints, which vLLM and
-    transformers read as well; q3.5 is read by Manylora only.
+    transformers can read too; only Manylora reads q3.5.
     """
     from manylora.engine.model.checkpoint.quantise import TargetFormat, quantise
     from manylora.engine.model.spec import resolve_model

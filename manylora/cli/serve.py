@@ -109,13 +109,13 @@ def serve(  # noqa: PLR0913 - one parameter per option
     code = _run(options, settings, config)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything is closed; taking the interpreter apart would cost seconds
+    os._exit(code)  # everything is closed; the end of the interpreter would take seconds
 
 
 def _run(
     options: Mapping[str, Mapping[str, object]], assignments: list[str] | None, file: Path | None
 ) -> int:
-    """Serve in the role that the settings name; returns the exit code."""
+    """Serve in the role of the settings, and return the exit code."""
     as_gateway = _merged(options, assignments, file, GatewayConfig)
     if as_gateway.server.role == "gateway":
         from manylora.server.cluster.serve import serve_gateway
@@ -131,7 +131,7 @@ def _run(
 
         return run(config, typer.echo, worker)
     finally:
-        worker.process.kill()  # the server has closed it unless it could not start
+        worker.process.kill()  # in case the server could not start and has not closed it
 
 
 def settings_of(
@@ -140,9 +140,9 @@ def settings_of(
     """Merge the settings of the command line, the environment and the file.
 
     Args:
-        options: By section and name; None is not given.
-        assignments: Of `--set`; they win.
-        file: Of `--config`.
+        options: Options by section and name; None is not given.
+        assignments: Settings of `--set`, which override all others.
+        file: File of `--config`.
 
     Raises:
         ConfigError: A setting is wrong.

@@ -1,4 +1,4 @@
-"""What commands print: tables, the bodies of the API as tables or JSON, and counts in words."""
+"""Output of commands: tables, bodies of the API as tables or JSON, and counts in words."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SERVERS = ("SERVER", "ROLE", "STATE", *LOADS, "URL")
 
 
 def table_lines(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> Iterator[str]:
-    """Rows in aligned columns; a column is aligned right if its first cell is in `numbers`.
+    """Align rows in columns. A column is aligned right if its first cell is in `numbers`.
 
-    Nothing is cut or folded.
+    No cell is cut or folded.
     """
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -28,7 +28,7 @@ def table_lines(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) ->
 
 
 def print_table(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Print rows so."""
+    """Print rows as `table_lines` aligns them."""
     for line in table_lines(rows, numbers):
         typer.echo(line)
 
@@ -38,7 +38,7 @@ def show(
 ) -> None:
     """Print a body as JSON, or these columns of it: a table for a list, one line per column for one object.
 
-    Nothing is cut or folded: keys and digests can be copied whole.
+    No cell is cut or folded, so keys and digests can be copied.
     """
     if isinstance(body, Sequence):
         body = {"object": "list", "data": body, "next": None}
@@ -62,7 +62,7 @@ def _cell(value: object) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value as the commands take it: `1:95,2:5`, `none`."""
+    """Write a value as the commands read it: `1:95,2:5`, `none`."""
     if isinstance(value, dict):
         parts = {
             name: f"({value_text(inner)})" if isinstance(inner, dict) else value_text(inner)
@@ -88,42 +88,42 @@ REASONS = {
     "FORK": "shared prompt",
     "NEW": "in line",
 }
-"""What requests wait for: the load of their adapter; pages or a slot for it; the grammar of the answer; pages of KV
-cache; the prompt that the choices of one request share; the turn of their tenant."""
+"""Words for the reasons to wait: the load of the adapter; pages or a slot for it; the grammar of the answer; pages of
+KV cache; the prompt that the choices of a request share; the turn of the tenant."""
 REFUSALS = {
     "limit.queue": "over share",
     "server.overloaded": "overload",
     "engine_overloaded": "queue full",
     "deadline.queue": "too late",
 }
-"""Why requests were refused; other codes are shown as they are."""
+"""Words for codes of refusals. Other codes are shown as they are."""
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Counts with their names, separated by commas."""
+    """Write counts with their names, separated by commas."""
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A time with its unit; "-" for None."""
+    """Write a time with its unit; "-" for None."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def in_words(counts: Mapping[str, int], words: Mapping[str, str]) -> dict[str, int]:
-    """Counts under plain words, the largest first, without those that are 0."""
+    """Replace names of counts by words; the largest comes first, zeros are left out."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return {words.get(code, code): count for code, count in ordered if count}
 
 
 def num_paused(body: Mapping[str, Any]) -> int:
-    """Running requests that the last step did not compute, from the body of `GET /v1/engine`."""
+    """Number of running requests that the last step did not compute, from the body of `GET /v1/engine`."""
     return sum(load["paused"] for load in body["tenants"].values())
 
 
 def server_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Gateways first; of a replica that the gateway does not reach, no figures.
+    """Rows of a table of servers, gateways first. A replica that the gateway does not reach has no figures.
 
     IN FLIGHT counts requests that this gateway has sent and that have not ended, DEVICE and HOST adapters by tier.
     """
@@ -142,7 +142,7 @@ def server_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def servers_line(body: Mapping[str, Any]) -> str:
-    """All of them in one line."""
+    """Sum up all servers in one line."""
     replicas = [each for each in body["data"] if each["role"] == "replica"]
     sums = Counter[str]()
     for each in replicas:

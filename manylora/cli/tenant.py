@@ -35,7 +35,7 @@ def create(
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Create a tenant. Limits that are not given are the server's defaults; NAME=none is no limit."""
+    """Create a tenant. A limit that is not given has the server's default; NAME=none is no limit."""
     show(connect(url, key).create_tenant(name, limits_of(limit or ()), weight), as_json, COLUMNS)
 
 
@@ -43,7 +43,7 @@ def create(
 def limit_tenant(
     name: str, limits: LIMITS, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """Set some of a tenant's limits, in force at once; the others stay."""
+    """Set some of a tenant's limits, in force at once. The others stay."""
     show(connect(url, key).set_limits(name, limits_of(limits)), as_json, COLUMNS)
 
 
@@ -51,7 +51,7 @@ def limit_tenant(
 def weigh_tenant(
     name: str, weight: NEW_WEIGHT, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """Set a tenant's weight, in force at once: with 3 it gets three times what a tenant with 1 gets."""
+    """Set a tenant's weight, in force at once. A tenant with weight 3 gets three times as much as one with 1."""
     show(connect(url, key).update_tenant(name, weight=weight), as_json, COLUMNS)
 
 
@@ -69,6 +69,6 @@ def show_tenant(name: str, url: URL = None, key: KEY = None, as_json: JSON = Fal
 
 @app.command("rm")
 def remove(name: str, url: URL = None, key: KEY = None) -> None:
-    """Delete a tenant with its keys and adapters; its usage stays."""
+    """Delete a tenant with its keys and adapters. Its usage stays."""
     connect(url, key).delete_tenant(name)
     typer.echo(f"deleted {name}")

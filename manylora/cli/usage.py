@@ -40,7 +40,7 @@ Zone = Annotated[
 ]
 Top = Annotated[
     int | None,
-    typer.Option(help="Only so many groups, the largest; all others are one row per bucket."),
+    typer.Option(help="Show this many of the largest groups; all others are one row per bucket."),
 ]
 Adapters = Annotated[
     list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat for more.")
@@ -114,7 +114,7 @@ def usage(  # noqa: PLR0913 - one parameter per option
 
 
 def _readable(row: dict[str, Any], groups: Sequence[str], tz: str | None) -> dict[str, Any]:
-    """A row with a word where there is no name, and its start by the clocks of the zone that was asked for."""
+    """Fill missing names of a row with words, and write its start in the requested time zone."""
     words: dict[str, str] = dict.fromkeys(groups, "(other)") if row.get("other") else NAMELESS
     for name in groups:
         if name in words and row.get(name) is None:

@@ -5,7 +5,7 @@ For text, use the openai package.
     client = manylora.Client("http://127.0.0.1:8000", key="manylora_...")
     client.push("out/my-adapter", name="support")
 
-Answers are the JSON of the API as dicts and lists; `/openapi.json` of a server describes their fields.
+Answers are the JSON of the API as dicts and lists. `/openapi.json` of a server describes their fields.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
 CONNECT_S = 10.0
 SILENCE_S = 20.0
-"""After so long without a byte a stream of events is dead: comments come every few seconds."""
+"""Seconds without a byte after which a stream of events is dead. Comments come every few seconds."""
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
-"""Seconds before each try to send a file of an adapter."""
+"""Seconds before each try to send a file."""
 USAGE = ("/v1/usage", "/v1/usage/events")
-"""Of sums and of events."""
+"""Paths of the sums and of the events."""
 LONGEST_WAIT_S = 60.0
-"""A push does not try again where the server asks for a longer wait, in seconds."""
+"""Longest wait in seconds. If the server asks for a longer wait, a push does not try again."""
 AGAIN = frozenset({408, 429, 503, "unreachable", "upload.busy", "upload.offset_mismatch"})
 """Statuses and codes after which a push tries again.
 
-With the codes of an upload, the server has not yet noticed that the last connection broke.
+The codes of an upload mean that the server has not noticed yet that the last connection broke.
 """
 
 
 class Client:
-    """Calls one server. May be used by several threads. Its connections end with it, or with the block of `with`.
+    """Client of one server, for any number of threads. `close` or the end of a `with` block closes its connections.
 
-    Every method raises `ClientError` when the server refuses, cannot be reached, or is not Manylora.
+    Every method raises `ClientError` if the server refuses, cannot be reached, or is not Manylora.
 
     Args:
-        url: Where the server listens, with or without /v1; None takes `MANYLORA_URL`, else http://127.0.0.1:8000.
+        url: Address of the server, with or without /v1; None takes `MANYLORA_URL`, else http://127.0.0.1:8000.
         key: API key; None takes `MANYLORA_KEY`.
         tenant: For an admin key: the tenant to act for.
-        timeout_s: Longest wait for the server to connect, to take bytes or to send some, in seconds.
+        timeout_s: Longest wait for a connection, or for the server to take or send bytes, in seconds.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Client:
         try:
             is_far = not is_loopback(
                 httpx.URL(self.url).host
-            )  # else no proxy of the environment leads there
+            )  # a proxy of the environment does not lead to this machine
             self._http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout_s, trust_env=is_far
             )
@@ -99,16 +99,16 @@ class Client:
         self._http.close()
 
     def request(self, method: str, path: str, **content: Any) -> Json:  # noqa: ANN401 - as httpx takes it
-        """Call a route that has no method here.
+        """Call a route without a method in this class.
 
         Args:
             method: HTTP method.
-            path: Path of the route, with /v1. An address of another server is refused: the key would be sent there.
-            content: As httpx takes it: `json`, `params`, `data`, `files`, `content`, `headers`. Parameters that are
+            path: Path of the route, with /v1. An address of another server is refused, because it would get the key.
+            content: Arguments of httpx: `json`, `params`, `data`, `files`, `content`, `headers`. Parameters that are
                 None are left out.
 
         Returns:
-            The parsed body; empty where there is none.
+            The parsed body; empty if there is none.
         """
         answer = self._answer(method, path, **content)
         return (
@@ -118,11 +118,11 @@ class Client:
         )
 
     def me(self) -> Json:
-        """Describe the key: role, tenant, scopes, limits and what is used of them."""
+        """Describe the key: role, tenant, scopes, limits and their use."""
         return self.request("GET", "/v1/me")
 
     def servers(self) -> Json | None:
-        """List the gateways and replicas that a gateway knows, or None of a single server; needs the admin key."""
+        """List the gateways and replicas that a gateway knows; None for a single server. Needs the admin key."""
         try:
             return self.request("GET", "/v1/servers")
         except ClientError as error:
@@ -131,10 +131,10 @@ class Client:
             raise
 
     def engine(self, server: str | None = None) -> Json:
-        """Show what the engine runs, and what is in its memory; needs the admin key.
+        """Show the work and the memory of the engine. Needs the admin key.
 
         Args:
-            server: Behind a gateway, the name of the replica.
+            server: Name of the replica, behind a gateway.
         """
         return self.request("GET", "/v1/engine", params={"server": server})
 
@@ -143,14 +143,12 @@ class Client:
         return (None if server else self.servers()) or self.engine(server)
 
     def watch_engine(self, server: str | None = None) -> Iterator[tuple[str, Json]]:
-        """Yield the same as it changes, until the server ends the stream; needs the admin key.
+        """Yield the result of `engine` as it changes, until the server ends the stream. Needs the admin key.
 
-        Each event has a name: `message` with a body of `engine()`, or `engine_error` with the body of an error.
+        Each event has a name: `message` with the result of `engine`, or `engine_error` with the body of an error.
         """
-        timeout, params = (
-            httpx.Timeout(CONNECT_S, read=SILENCE_S),
-            {"server": server} if server else None,
-        )
+        timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
+        params = {"server": server} if server else None
         stream = self._http.stream("GET", "/v1/engine/events", params=params, timeout=timeout)
         with self._failures(), stream as answer:
             if not answer.is_success:
@@ -167,7 +165,7 @@ class Client:
                     name = "message"
 
     def audit(self, limit: int = 50) -> list[Json]:
-        """List the last changes, newest first, of all tenants or the client's `tenant`; needs the admin key."""
+        """List the last changes, newest first, of all tenants or of the client's `tenant`. Needs the admin key."""
         return field(
             self.url, self.request("GET", "/v1/audit", params={"limit": limit}), "data", list
         )
@@ -175,7 +173,7 @@ class Client:
     def create_tenant(
         self, name: str, limits: Mapping[str, int | None] | None = None, weight: float | None = None
     ) -> Json:
-        """Create a tenant. A limit that is not given is the server's default; None is no limit."""
+        """Create a tenant. A limit that is not given has the server's default; None is no limit."""
         body = {"name": name, "limits": limits or {}}
         return self.request(
             "POST", "/v1/tenants", json=body if weight is None else {**body, "weight": weight}
@@ -194,20 +192,20 @@ class Client:
         return self.request("PATCH", _path("tenants", name), json=fields)
 
     def set_limits(self, name: str, limits: Mapping[str, int | None]) -> Json:
-        """Set some of a tenant's limits, None for no limit; the others stay.
+        """Set some of a tenant's limits, None for no limit. The others stay.
 
-        Reads all limits, then writes all of them. If two clients do this at the same time, one change may be lost.
+        This reads all limits and writes all of them. If two clients do it at the same time, one change may be lost.
         """
         return self.update_tenant(
             name, limits={**field(self.url, self.get_tenant(name), "limits", dict), **limits}
         )
 
     def delete_tenant(self, name: str) -> None:
-        """Delete a tenant with its keys and adapters; its usage stays."""
+        """Delete a tenant with its keys and adapters. Its usage stays."""
         self.request("DELETE", _path("tenants", name))
 
     def create_key(self, tenant: str, **fields: Any) -> Json:  # noqa: ANN401 - JSON
-        """Create a key from `name`, `scopes`, `expires_at` and `limits`; only this answer has its secret, as `key`."""
+        """Create a key from `name`, `scopes`, `expires_at` and `limits`. Only this answer has its secret, in `key`."""
         return self.request("POST", _path("tenants", tenant, "keys"), json=fields)
 
     def list_keys(self, tenant: str) -> list[Json]:
@@ -215,7 +213,7 @@ class Client:
         return self._list(_path("tenants", tenant, "keys"))
 
     def rotate_key(self, key_id: str, grace_s: int = 0) -> Json:
-        """Replace a key by a new one of the same rights; the old one works for `grace_s` more seconds."""
+        """Replace a key by a new one with the same rights. The old key works for `grace_s` more seconds."""
         return self.request("POST", _path("keys", key_id, "rotate"), json={"grace_s": grace_s})
 
     def revoke_key(self, key_id: str) -> None:
@@ -232,18 +230,18 @@ class Client:
         idempotency_key: str | None = None,
         progress: Progress | None = None,
     ) -> Json:
-        """Upload an adapter, or its next version. Continues after a broken connection, and in a later call too.
+        """Upload an adapter, or its next version. A broken upload is continued, in this call or a later one.
 
         Args:
             path: Folder that PEFT or mlx-lm saved the adapter to, or a weights file with its config beside it.
             name: The adapter's name; None takes the folder's.
             description: Free text.
-            activate: Whether the plain name means this version from now on.
+            activate: Let the plain name mean this version from now on.
             idempotency_key: A repeated push with the same key gets the answer of the first, for 24 hours.
-            progress: Is called as bytes are sent.
+            progress: Called as bytes are sent.
 
         Returns:
-            The adapter, and as `is_new` whether its bytes are a new version.
+            The adapter, with `is_new`, which is true if its bytes are a new version.
         """
         files = files_of(Path(path))
         draft = {
@@ -277,20 +275,20 @@ class Client:
 
             client.push_ephemeral("policy", get_peft_model_state_dict(model), model.peft_config["default"])
 
-        Running requests finish with their version, later ones get this one. It goes with the server, so upload the last
-        one with `push`.
+        Running requests finish with their version, later requests get this one. It is lost when the server ends, so
+        upload the last version with `push`.
 
         Args:
             name: The adapter's name.
-            weights: Tensors by name, as PEFT gives them; or the bytes of adapter_model.safetensors; or a folder that
-                PEFT saved the adapter to.
+            weights: Tensors by name, as PEFT returns them; or the bytes of adapter_model.safetensors; or a folder to
+                which PEFT saved the adapter.
             config: PEFT's LoraConfig, its fields, or the bytes of adapter_config.json; None with a folder.
-            keep: Ephemeral versions of the adapter that stay, this one included; None keeps all.
-            ttl_s: Seconds after which it is withdrawn; None: not by time.
-            activate: Whether the plain name means this version from now on.
+            keep: Number of ephemeral versions of the adapter that stay, with this one; None keeps all.
+            ttl_s: Seconds after which it is withdrawn; None sets no time.
+            activate: Let the plain name mean this version from now on.
 
         Returns:
-            The adapter, and as `is_new` whether its bytes are a new version.
+            The adapter, with `is_new`, which is true if its bytes are a new version.
         """
         written, body = checkpoint_bytes(weights, config)
         headers = {
@@ -304,7 +302,7 @@ class Client:
         )
 
     def list_adapters(self) -> list[Json]:
-        """List the tenant's adapters; with the admin key and no tenant those of all tenants."""
+        """List the tenant's adapters; with the admin key and no tenant, those of all tenants."""
         return self._list("/v1/adapters", limit=1000)
 
     def get_adapter(self, name: str) -> Json:
@@ -318,8 +316,8 @@ class Client:
     def update_adapter(self, name: str, **fields: Any) -> Json:  # noqa: ANN401 - JSON
         """Change `description`, `pinned` (with `pinned_copies`) or `aliases` of an adapter.
 
-        `aliases` maps an alias to a version, to weights of versions that share its requests as `{"1": 95, "2": 5}`, or
-        to None, which deletes it. The name without @ means the alias `default`.
+        `aliases` maps an alias to a version; to weights of versions that share its requests, such as `{"1": 95,
+        "2": 5}`; or to None, which deletes it. The name without @ means the alias `default`.
         """
         return self.request("PATCH", _path("adapters", name), json=fields)
 
@@ -332,7 +330,7 @@ class Client:
         return self._list(_path("adapters", name, "grants"))
 
     def grant(self, name: str, grantee: str, version: int | None = None) -> Json:
-        """Let another tenant, given by its id, call an adapter as `tenant/name`; admins may give its name."""
+        """Let another tenant, given by its id, call an adapter as `tenant/name`. Admins may give its name instead."""
         body = {"tenant": grantee, "version": version}
         return self.request("POST", _path("adapters", name, "grants"), json=body)
 
@@ -343,11 +341,11 @@ class Client:
         )
 
     def fit(self, adapters: Sequence[str] = (), ranks: Sequence[Mapping[str, Any]] = ()) -> Json:
-        """Tell whether adapters fit on the device at once, and how much KV cache is left then.
+        """Tell if adapters fit on the device at once, and how much KV cache is left then.
 
         Args:
             adapters: Names of uploaded adapters.
-            ranks: Planned ones, as `{"rank": 16, "target_modules": "all-linear", "count": 10}`.
+            ranks: Planned adapters, such as `{"rank": 16, "target_modules": "all-linear", "count": 10}`.
         """
         return self.request(
             "POST", "/v1/adapters:fit", json={"adapters": [*adapters], "ranks": [*ranks]}
@@ -357,15 +355,15 @@ class Client:
         """Sum up usage, or list its events; the rows are in `data`.
 
         Args:
-            events: Whether to list the events that the sums are made of.
-            filters: `start`, `end`, `adapter`, `status` and the others of `GET /v1/usage`; a list where several are
-                meant. Of sums also `group_by`, `bucket`, `tz` and `top`.
+            events: List the events of the sums instead.
+            filters: `start`, `end`, `adapter`, `status` and the others of `GET /v1/usage`; a list for several values.
+                Sums also have `group_by`, `bucket`, `tz` and `top`.
         """
         pages = [*self._pages(USAGE[events], filters)]
         return {**pages[-1], "data": [row for page in pages for row in page["data"]]}
 
     def usage_csv(self, *, events: bool = False, **filters: Any) -> Iterator[str]:  # noqa: ANN401 - parameters
-        """The same as CSV, page by page; only the first page has the header line."""
+        """Yield the rows of `usage` as CSV, page by page. Only the first page has the header line."""
         after = None
         while True:
             params = {**filters, "format": "csv", "after": after}
@@ -379,7 +377,7 @@ class Client:
     def _answer(self, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
         if not path.startswith("/") or path.startswith("//"):
             raise ClientError(
-                f"A path starts with one slash, as /v1/me; got {path!r}.", code="invalid_path"
+                f"A path starts with one slash, such as /v1/me; got {path!r}.", code="invalid_path"
             )
         params = {"tenant": self.tenant, **content.pop("params", {})}
         given = {name: value for name, value in params.items() if value is not None}
@@ -391,7 +389,7 @@ class Client:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Raise `ClientError` for what httpx raises."""
+        """Turn errors of httpx into `ClientError`."""
         if self._http.is_closed:
             raise ClientError("This client is closed. Make a new one.", code="client_closed")
         try:
@@ -406,7 +404,7 @@ class Client:
             raise not_manylora(self.url)
 
     def _list(self, path: str, **params: object) -> list[Json]:
-        """The rows of all pages of a list."""
+        """Collect the rows of all pages of a list."""
         return [row for page in self._pages(path, params) for row in page["data"]]
 
     def _pages(self, path: str, params: Mapping[str, object]) -> Iterator[Json]:
@@ -418,7 +416,7 @@ class Client:
                 return
 
     def _begun(self, draft: Json, files: Json) -> Json | None:
-        """The unfinished upload of the same files that an earlier push left."""
+        """Find the unfinished upload of the same files that an earlier push left."""
         wanted = {**draft, "state": "uploading"}
         for upload in self._list("/v1/uploads"):
             sent = field(self.url, upload, "files", dict)
@@ -431,8 +429,9 @@ class Client:
         return None
 
     def _send(self, place: str, name: str, file: Path, progress: Progress) -> None:
-        """Send what the server lacks of a file. An upload that has ended takes no more bytes."""
-        upload, size = self.request("GET", place), file.stat().st_size
+        """Send the part of a file that the server lacks. An ended upload takes no more bytes."""
+        upload = self.request("GET", place)
+        size = file.stat().st_size
         start = field(
             self.url,
             field(self.url, field(self.url, upload, "files", dict), name, dict),
@@ -453,14 +452,14 @@ class Client:
             )
 
     def _published(self, answer: httpx.Response) -> Json:
-        """The adapter, and whether the bytes that were sent are a new version of it."""
+        """Read the adapter from an answer, with `is_new`."""
         return {
             **json_object(self.url, answer.content),
             "is_new": answer.status_code == httpx.codes.CREATED,
         }
 
     def _patiently(self, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the call returns
-        """Make a call again where the connection broke or the server is busy."""
+        """Repeat a call if the connection broke or the server is busy."""
         wait_s = 0.0
         for pause_s in PAUSES_S:
             time.sleep(max(pause_s, wait_s))

@@ -1,4 +1,4 @@
-"""What a Manylora server answers, and the errors for all else."""
+"""Answers of a Manylora server, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 from manylora.errors import ClientError
 
 Json = dict[str, Any]
-Kind = TypeVar("Kind")
+FieldT = TypeVar("FieldT")
 
 
 def json_object(url: str, text: str | bytes) -> Json:
@@ -24,7 +24,7 @@ def json_object(url: str, text: str | bytes) -> Json:
     return body
 
 
-def field(url: str, body: object, name: str, kind: type[Kind]) -> Kind:
+def field(url: str, body: object, name: str, kind: type[FieldT]) -> FieldT:
     """Take a field that every Manylora server sends."""
     value = body.get(name) if isinstance(body, dict) else None
     if not isinstance(value, kind):
@@ -33,28 +33,25 @@ def field(url: str, body: object, name: str, kind: type[Kind]) -> Kind:
 
 
 def refusal(answer: httpx.Response, key: str | None) -> ClientError:
-    """The error for an answer that is no success; its body has been read. `key` is the one that was sent."""
-    status, wait = answer.status_code, answer.headers.get("retry-after", "")
-    wait_s = float(wait) if wait.isascii() and wait.isdigit() else None  # a date is not read
+    """Make the error for a failed answer whose body was read. `key` is the key that was sent."""
+    status = answer.status_code
+    wait = answer.headers.get("retry-after", "")
+    wait_s = float(wait) if wait.isascii() and wait.isdigit() else None  # a date is ignored
     hint = "Set key= or MANYLORA_KEY." if status == httpx.codes.UNAUTHORIZED and not key else ""
     try:
         error = answer.json()["error"]
-        message, code, param = (
-            str(error["message"]),
-            str(error["code"] or "not_manylora"),
-            error.get("param"),
-        )
+        message = str(error["message"])
+        code = str(error["code"] or "not_manylora")
+        param = error.get("param")
         findings = list(error.get("findings") or ())
         if findings:
             hint = findings[0]["hint"]
             message = message.removesuffix(hint).rstrip()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        message, code, param, findings = (
-            f"The server at {answer.url} answered {status}.",
-            "not_manylora",
-            None,
-            [],
-        )
+        message = f"The server at {answer.url} answered {status}."
+        code = "not_manylora"
+        param = None
+        findings = []
         hint = "Is it Manylora? Set url= or MANYLORA_URL."
         if answer.has_redirect_location:
             message = f"{message} It names another address: {answer.headers['location']}."
@@ -71,22 +68,18 @@ def refusal(answer: httpx.Response, key: str | None) -> ClientError:
 
 
 def unreachable(url: str, error: Exception) -> ClientError:
-    """The error for a server that does not answer, or has a certificate that is not trusted."""
-    message, code = (
-        f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}.",
-        "unreachable",
-    )
+    """Make the error for a server that does not answer, or whose certificate is not trusted."""
+    message = f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}."
+    code = "unreachable"
     hint = "Is `manylora serve` running there? Set url= or MANYLORA_URL."
     if "CERTIFICATE_VERIFY_FAILED" in message:
-        code, hint = (
-            "untrusted_certificate",
-            "Check the address. For an authority of your own, set SSL_CERT_FILE.",
-        )
+        code = "untrusted_certificate"
+        hint = "Check the address. For an authority of your own, set SSL_CERT_FILE."
     return ClientError(message, code=code, hint=hint)
 
 
 def not_manylora(url: str) -> ClientError:
-    """The error for a server that answers something else than Manylora does."""
+    """Make the error for a server whose answer is not one of Manylora."""
     return ClientError(
         f"What answers at {url} is no Manylora server.",
         code="not_manylora",

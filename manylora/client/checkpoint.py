@@ -1,4 +1,4 @@
-"""An adapter as `Client` sends it: the files of a folder, or a PEFT checkpoint as bytes without a file."""
+"""An adapter as `Client` sends it: files of a folder, or a PEFT checkpoint as bytes without files."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from manylora.adapters.checkpoint.folder import CONFIG, WEIGHTS, adapter_files
 from manylora.errors import AdapterFormatError, ClientError
 
 Progress = Callable[[Path, int, int], object]
-"""Is called with a file, the number of its bytes that the server has, and its size in bytes."""
+"""Function that is called with a file, the number of its bytes that the server has, and its size in bytes."""
 PIECE_BYTES = 1 << 18
 
 
 def files_of(path: Path) -> dict[str, Path]:
-    """Config and weights of an adapter, by the names under which they are uploaded.
+    """Find config and weights of an adapter, by the names under which they are uploaded.
 
     Args:
-        path: The folder of both, or the weights file with its config beside it.
+        path: Folder of both, or the weights file with its config beside it.
 
     Raises:
-        ClientError: The folder holds no adapter.
+        ClientError: The folder has no adapter.
     """
     try:
         config, weights = (path.with_name(CONFIG), path) if path.is_file() else adapter_files(path)
@@ -38,7 +38,7 @@ def described(files: Mapping[str, Path]) -> dict[str, Any]:
     """Size and SHA-256 of each file, as an upload announces them.
 
     Raises:
-        ClientError: One cannot be read.
+        ClientError: A file cannot be read.
     """
     try:
         return {
@@ -50,7 +50,7 @@ def described(files: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def pieces(file: Path, start: int, size: int, progress: Progress) -> Iterator[bytes]:
-    """The bytes of a file from `start` on."""
+    """Yield the bytes of a file from `start` on."""
     with file.open("rb") as source:
         source.seek(start)
         while piece := source.read(PIECE_BYTES):
@@ -62,10 +62,10 @@ def checkpoint_bytes(
     weights: bytes | str | Path | Mapping[str, Any],
     config: bytes | Mapping[str, Any] | Any,  # noqa: ANN401 - peft's LoraConfig
 ) -> tuple[bytes, bytes]:
-    """`adapter_config.json` and `adapter_model.safetensors` of what `Client.push_ephemeral` takes.
+    """Make the bytes of config and weights from the arguments of `Client.push_ephemeral`.
 
     Raises:
-        ClientError: A file cannot be read, or there is no config that has a form in JSON.
+        ClientError: A file cannot be read, or there is no config that JSON can express.
     """
     if isinstance(weights, str | Path):
         try:
@@ -77,7 +77,7 @@ def checkpoint_bytes(
 
 
 def _config_bytes(config: bytes | Mapping[str, Any] | Any) -> bytes:  # noqa: ANN401 - peft's LoraConfig
-    """`adapter_config.json` of a LoraConfig, or of its fields; bytes are the file."""
+    """Write `adapter_config.json` from a LoraConfig or its fields. Bytes are the file already."""
     if isinstance(config, bytes):
         return config
     fields = config.to_dict() if hasattr(config, "to_dict") else config
@@ -94,14 +94,14 @@ def _config_bytes(config: bytes | Mapping[str, Any] | Any) -> bytes:  # noqa: AN
 
 
 def _tensor_bytes(tensors: Mapping[str, Any]) -> bytes:
-    """`adapter_model.safetensors` of tensors by name; they may lie on any device, and share memory."""
+    """Write `adapter_model.safetensors` from tensors by name. They may be on any device, and share memory."""
     from safetensors.torch import save
 
     return save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
 
 
 def _plain(value: object) -> object:
-    """Sets and enums, as PEFT writes them."""
+    """Turn sets and enums into the JSON that PEFT writes."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, Enum):

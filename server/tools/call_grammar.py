@@ -102,7 +102,7 @@ class CallGrammar:
         return f"{opening} FREE"
 
     def _beginnings(self, tools: Sequence[Tool]) -> list[str]:
-        """How calls begin in formats without a mark for them: an answer that is no call does not begin so."""
+        """The beginnings of calls in formats without a mark for them. An answer that is no call does not begin so."""
         strings = self.format.calls or {}
         if not tools or "trigger" in strings or "text" in strings:
             return []
@@ -157,7 +157,8 @@ class CallGrammar:
 
     def _arguments(self, tool: Tool, index: int, *, is_strict: bool) -> str:
         """An expression for the arguments of a tool."""
-        strings, param = self.format.calls or {}, f"tools.{index}.function.parameters"
+        strings = self.format.calls or {}
+        param = f"tools.{index}.function.parameters"
         schema: dict[str, Any] = {}
         if is_strict and tool.function.parameters:
             kinds = tool.function.parameters.get("type", "object")
@@ -202,7 +203,7 @@ class CallGrammar:
 
 
 def _parts(strings: Mapping[str, Any]) -> list[str]:
-    """What stands before the name of a call, between name and arguments, and after them."""
+    """The texts before the name of a call, between name and arguments, and after them."""
     head, rest = strings["each"].split("{name}")
     return [head, *rest.split("{arguments}")]
 

@@ -1,4 +1,4 @@
-"""How the models of each family write calls and reasoning. One row of data per family, in `formats/`.
+"""The formats in which models write calls and reasoning. Each family has a row of data in `formats/`.
 
 A row holds a `response_template`, which transformers' parser reads answers by, and the strings of which the grammar of
 calls is made. A base's format is the row that `model.tool_format` names, else the row whose markers its chat template
@@ -29,7 +29,7 @@ OWN = "response_template"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnswerFormat:
-    """How one base writes what is not plain text."""
+    """The form in which one base writes what is not plain text."""
 
     name: str
     template: Mapping[str, Any]
@@ -39,21 +39,21 @@ class AnswerFormat:
     calls: Mapping[str, Any] | None
     """Strings for the grammar, see the rows. None: the format has no calls, or is known by its template alone."""
     special_tokens: Mapping[int, str]
-    """Those of the tokenizer that end no answer, by id."""
+    """Special tokens of the tokenizer that end no answer, by id."""
 
     @property
     def has_calls(self) -> bool:
-        """Whether calls can be read."""
+        """True if calls can be read."""
         return CALLS_FIELD in self.template["fields"]
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether an answer may hold reasoning."""
+        """True if an answer may hold reasoning."""
         return any(name in self.template["fields"] for name in REASONING_FIELDS)
 
     @property
     def call_head(self) -> str:
-        """What stands before the name of the first function, or the mark of calls; empty where that is not known."""
+        """The text before the name of the first function, or the mark of calls; empty where that is not known."""
         strings = self.calls or {"each": ""}
         return str(
             strings.get("trigger") or strings.get("before", "") + strings["each"].split("{name}")[0]
@@ -155,12 +155,14 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
 
 
 def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerFormat:
-    template, reasoning = row["response_template"], row.get("reasoning")
+    template = row["response_template"]
+    reasoning = row.get("reasoning")
     if reasoning is not None and reasoning["open"] not in tokenizer.chat_template.text:
         fields = {
             key: field for key, field in template["fields"].items() if key not in REASONING_FIELDS
         }
-        template, reasoning = {**template, "fields": fields}, None
+        template = {**template, "fields": fields}
+        reasoning = None
     special = tokenizer.special_tokens.items()
     special_tokens = {
         token_id: text for text, token_id in special if token_id not in tokenizer.eos_token_ids

@@ -125,7 +125,8 @@ class ArgumentGrammar:
             param: Where the schema stands in the body.
             depth: Objects around it.
         """
-        own, required = schema.get("properties"), schema.get("required", ())
+        own = schema.get("properties")
+        required = schema.get("required", ())
         if not isinstance(own, dict) or not own:
             return self._any_arguments() if schema.get("additionalProperties") is not False else ""
         pairs = []
@@ -142,7 +143,7 @@ class ArgumentGrammar:
         return in_order(self.rules, name, pairs, self._comma)
 
     def _is_key(self, key: str) -> bool:
-        """Whether the parser takes this for a key."""
+        """True if the parser takes this for a key."""
         is_python = self.strings["style"] == "python"
         return bool(re.fullmatch(self.strings.get("key", ".*"), key)) and not (
             is_python and keyword.iskeyword(key)

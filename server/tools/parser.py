@@ -56,7 +56,8 @@ class AnswerParser(ResponseParser):
         return found
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
-        name, was_open = self._current, self._opened
+        name = self._current
+        was_open = self._opened
         field = self._spec.fields[name] if name is not None else None
         if field is not None and field.content == "xml-inline":
             self._budget.try_tags(self._body, field.content_args)
@@ -92,7 +93,8 @@ class _JsonText:
     def end(self, text: str) -> int:
         """Where it ends; the end of the text where it does not yet."""
         for found in () if self._has_ended else self._mark.finditer(text, self._place):
-            self._place, mark = found.end(), found.group()
+            self._place = found.end()
+            mark = found.group()
             if mark == self._quote:
                 self._is_string = not self._is_string
             elif not self._is_string and mark[0] != "\\":

@@ -23,7 +23,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPiece:
-    """What is new of a call."""
+    """The new part of a call."""
 
     index: int
     """Place among the answer's calls."""
@@ -36,7 +36,7 @@ class CallPiece:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """What a piece of text adds to an answer."""
+    """The parts that a piece of text adds to an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -45,13 +45,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """How the answers to a request are read."""
+    """The way in which the answers to a request are read."""
 
     format: AnswerFormat
     tools: Sequence[Tool] = ()
-    """What may be called."""
+    """Tools that may be called."""
     prefix: str = ""
-    """What the chat template has already written of the answer, for example `<think>`."""
+    """The start of the answer that the chat template has already written, for example `<think>`."""
     shows_reasoning: bool = True
     typed_tools: list[Any] = field(default_factory=list, init=False)
     """For values in tags, which have their type from the schema."""
@@ -121,7 +121,7 @@ class AnswerReader:
         self._parser = AnswerParser(template, plan.prefix, plan.typed_tools, budget)
         self._region: str | None = None
         self._is_streamed = False
-        """Whether the text of the open call is its arguments."""
+        """True while the text of the open call is its arguments."""
         self._has_text = {"content": False, "reasoning": False}
         self._has_marker = self._is_broken = False
         self._reset()
@@ -139,19 +139,19 @@ class AnswerReader:
 
     @property
     def thinks(self) -> bool | None:
-        """Before the first text: whether reasoning has begun; None where the model may begin it."""
+        """True if reasoning has begun before the first text; None where the model may begin it."""
         if self.is_reasoning or not self._plan.format.has_reasoning:
             return self.is_reasoning
         return False if self._has_marker else None
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text is in the middle of reasoning."""
+        """True if the text is in the middle of reasoning."""
         return self._region in REASONING_FIELDS
 
     @property
     def is_text(self) -> bool:
-        """Whether the text is in the middle of neither reasoning nor a call."""
+        """True if the text is in the middle of neither reasoning nor a call."""
         return self._region in (None, "content")
 
     @property
@@ -161,7 +161,7 @@ class AnswerReader:
 
     @property
     def has_begun_call(self) -> bool:
-        """Whether the text is in the middle of a call, or of what stands before its arguments."""
+        """True if the text is in the middle of a call, or of what stands before its arguments."""
         head = self._plan.format.call_head if self._plan.tools else ""
         return self._region == CALLS_FIELD or bool(head and head in self.pending)
 
@@ -208,7 +208,8 @@ class AnswerReader:
         return self._is_broken
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        kind, name = event["type"], event["field"]
+        kind = event["type"]
+        name = event["field"]
         if kind == "region_open":
             self._region = name
             self._has_marker = self._has_marker or name == CALLS_FIELD or name in REASONING_FIELDS

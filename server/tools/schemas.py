@@ -1,4 +1,4 @@
-"""What a client sends of tools: definitions, the choice among them, and calls in the history of a chat."""
+"""The parts of a request about tools: definitions, the choice among them, and calls in the history of a chat."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tool(Body):
 
 
 class CalledFunction(StoredBody):
-    """What an earlier answer called."""
+    """The function that an earlier answer called."""
 
     name: ToolName
     arguments: Annotated[
@@ -59,13 +59,13 @@ class Call(StoredBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """What an answer may call."""
+    """The tools that an answer may call."""
 
     mode: Literal["none", "auto", "required"]
     names: frozenset[str] | None = None
     """Only these; None for all tools of the request."""
     is_single: bool = False
-    """Whether there is exactly one call: the client has named the function."""
+    """True if there is exactly one call: the client has named the function."""
 
 
 def parse_arguments(text: object) -> dict[str, Any]:
@@ -78,7 +78,8 @@ def parse_arguments(text: object) -> dict[str, Any]:
     try:
         value = strict_json.loads(text or "{}") if isinstance(text, str) else None
     except strict_json.JsonRefusedError as error:
-        value, why = None, str(error)
+        value = None
+        why = str(error)
     if not isinstance(value, dict):
         raise PydanticCustomError(
             "invalid_json", "must be a JSON object in a string: {why}", {"why": why}

@@ -358,7 +358,7 @@ def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaul
     assert run("config", "init", str(file)).exit_code == 0
     text = file.read_text()
     assert (
-        '  # Where the model runs: auto, cpu or cuda. auto takes a CUDA device if there is one.\n  #device: "auto"\n'
+        '  # Device of the model: auto, cpu or cuda. auto takes a CUDA device if there is one.\n  #device: "auto"\n'
         in text
     )
     assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,11 @@ from manylora.engine import build
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.execution.memory_plan import format_plan
 from manylora.engine.execution.step_programs import StepPrograms
-from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.checkpoint.weights import base_digest
 from manylora.engine.model.device import has_idle_core
-from manylora.engine.model.spec import read_spec
 from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import ConfigError, ContextLengthError
-from manylora.kernels.dispatch import Kernels, kernels_for
-from manylora.kernels.kv_layer import AttentionNeeds
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 
@@ -79,34 +74,6 @@ def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:
     assert engine.tokenizer_path == model
     assert "512 tokens a request" in format_plan(ready.memory, ready)
     assert ready.number_format == "float32"
-
-
-def test_attention_is_chosen_for_the_model(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def kernels(device: torch.device, dtype: torch.dtype, attention: AttentionNeeds) -> Kernels:
-        asked.append(attention)
-        return kernels_for(device, dtype, attention)
-
-    monkeypatch.setattr(weights, "kernels_for", kernels)
-    config = settings(model, tmp_path)
-    parts = build_engine(config)
-    parts.core.close()
-    (needs,) = asked
-    spec, geometry = read_spec(model), parts.ready.geometry
-    assert (needs.setting, needs.num_heads, needs.num_kv_heads) == (
-        "auto",
-        spec.num_heads,
-        spec.num_kv_heads,
-    )
-    assert (needs.head_dim, needs.page_tokens) == (geometry.head_dim, geometry.page_tokens)
-    assert (needs.windows, needs.is_kv_int8) == (spec.sliding_windows, False)
-    with pytest.raises(
-        ConfigError, match=r"model\.attention: flashinfer computes on a CUDA device only"
-    ):
-        build_engine(replace(config, model=replace(config.model, attention="flashinfer")))
 
 
 def test_a_device_without_memory_for_the_largest_step_is_told_what_to_lower(

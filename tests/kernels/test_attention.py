@@ -14,21 +14,16 @@ from implementations import (
     CPU,
     F16,
     F32,
-    FLASHINFER,
     INTERPRETS,
     TORCH,
     Implementation,
     num_threads,
 )
-from implementations import IMPLEMENTATIONS as SINGLE
-from manylora.kernels.flashinfer.attention import HEAD_DIMS
 from manylora.kernels.native.attention import TASK_ROWS
 from manylora.kernels.plain import attention as plain
 from numerics import assert_rows_close, bits, turned
 from oracles import ORACLES
 from scattered_kv import DECODE, LAYER, MIXED, AttentionCase, ScatteredKv
-
-IMPLEMENTATIONS = [*SINGLE, FLASHINFER]
 
 # C++ computes keys 64 at a time, and cuts a run of rows after TASK_ROWS of all its heads.
 AROUND_BLOCKS = (
@@ -97,18 +92,8 @@ GPU_CASES = [
 ]
 
 
-FLASHINFER_CASES = [
-    AttentionCase(MIXED, 14, 2, 64, 16, BF16, padding_rows=2),
-    AttentionCase(((40, 100), (10, 10)), 7, 1, 128, 64, BF16, window=16),
-]
-
-
 def cases(impl: Implementation) -> list[AttentionCase]:
     """What an implementation is compared with the oracle for."""
-    if impl is FLASHINFER:
-        return FLASHINFER_CASES + [
-            case for case in CASES if case.head_dim in HEAD_DIMS and not impl.is_interpreted
-        ]
     if impl.is_interpreted:
         return SMALL_CASES
     return CASES if impl.device == CPU else [*SMALL_CASES, *GPU_CASES]

@@ -144,24 +144,6 @@ def test_what_is_on_a_device_is_taken_as_it_is_and_refused_on_a_cpu() -> None:
             operands.attend(kernels.paged_attention)
 
 
-def test_the_items_of_a_step_are_all_but_its_chunks() -> None:
-    built = AttentionBatch.build([[3], [1, 2]], [1, 20], [7, 30], CPU, 16)
-    whole, chunk = built.rows(4, 0), PromptChunk(0, 1, 20, 30)
-    on_device = AttentionBatch.of_rows(whole, 21, [chunk], [np.array([1, 2], dtype=np.int32)])
-    assert on_device.chunks == (chunk,)
-    assert on_device.block_table[chunk.request].tolist() == [1, 2]
-    assert AttentionBatch.of_rows(whole, 21).chunks == ()
-    for batch in (built, on_device):
-        items = batch.items()
-        assert batch.items() is items
-        assert (items.chunks, items.num_rows, items.device) == ((), 21, CPU)
-        assert items.rows(4, 0).tiles.shape == (4, 0)
-        assert items.rows(4, 0).item_rows.tolist() == whole.item_rows.tolist() == [0]
-        assert items.rows(4, 0).work[0].tolist() == [0, 1]
-        assert batch.rows(4, 0).tiles.shape == (4, 1), "of which nothing was taken"
-    assert on_device.items().rows(4, 0).counters(2) is whole.counters(2)
-
-
 def test_impossible_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="expected equal lengths, got 1, 2 and 1"):
         AttentionBatch.build([[1]], [1, 1], [1], CPU, 16)

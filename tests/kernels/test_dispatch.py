@@ -1,34 +1,22 @@
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from implementations import BF16, CPU, F16, F32, needs_compiler
-from manylora.config import Attention
 from manylora.engine.model.device import choose_device
 from manylora.errors import ConfigError
 from manylora.kernels import dispatch
 from manylora.kernels.dispatch import (
-    Kernels,
     kernels_for,
     native_kernels,
     torch_kernels,
 )
-from manylora.kernels.kv_layer import AttentionNeeds
 from manylora.kernels.native import sgmv as sgmv_native
 from manylora.kernels.plain import sampling as sampling_cpu
 
 TRITON_KERNELS = "manylora.kernels.triton"
-ATTENTION = AttentionNeeds(
-    setting="auto",
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    page_tokens=16,
-    windows=(None,),
-    is_kv_int8=False,
-)
 
 
 @needs_compiler
@@ -71,32 +59,6 @@ def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(
         with pytest.raises(ConfigError, match=r"pip install 'manylora\[triton\]'") as raised:
             choose()
         assert raised.value.param == "model.device"
-
-
-@pytest.mark.parametrize("setting", ["triton", "flashinfer"])
-def test_attention_of_a_gpu_is_refused_on_a_cpu(setting: Attention) -> None:
-    assert kernels_for(CPU, F32, ATTENTION) is kernels_for(CPU, F32)
-    with pytest.raises(
-        ConfigError, match=rf"model\.attention: {setting} computes on a CUDA device only"
-    ) as raised:
-        kernels_for(CPU, F32, replace(ATTENTION, setting=setting))
-    assert raised.value.param == "model.attention"
-
-
-def test_flashinfer_is_tried_for_a_model_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def with_flashinfer(*operands: object) -> Kernels:
-        tried.append(operands)
-        return torch_kernels()
-
-    monkeypatch.setattr(dispatch, "with_flashinfer", with_flashinfer)
-    monkeypatch.setattr(dispatch, "triton_kernels", native_kernels)
-    cuda = torch.device("cuda")
-    assert kernels_for(cuda, BF16) is native_kernels()
-    assert not tried
-    assert kernels_for(cuda, BF16, ATTENTION) is torch_kernels()
-    assert tried == [(native_kernels(), cuda, BF16, ATTENTION)]
 
 
 @pytest.mark.gpu

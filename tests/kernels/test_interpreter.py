@@ -11,7 +11,6 @@ FILES = (
     "test_attention.py",
     "test_attention_rows.py",
     "test_deltas.py",
-    "test_flashinfer.py",
     "test_kv_int8.py",
     "test_masks.py",
     "test_rows.py",

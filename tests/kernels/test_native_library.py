@@ -295,7 +295,7 @@ def test_kernels_are_compiled_where_no_package_is_installed(tmp_path: Path) -> N
     )
     assert (result.returncode, result.stderr) == (
         1,
-        "the CPU kernels cannot be compiled: CXX=nowhere is no program\n",
+        "the CPU kernels cannot be compiled: CXX=nowhere is no program; set CXX to a compiler\n",
     )
 
 

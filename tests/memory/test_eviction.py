@@ -241,7 +241,7 @@ def test_the_heap_does_not_grow_with_offers() -> None:
 def test_check_notices_pages_that_changed_while_offered() -> None:
     parts = Parts(Lru())
     parts.idle(2).pages.pop()
-    with pytest.raises(PageAccountingError, match="other pages"):
+    with pytest.raises(PageAccountingError, match="another number of pages"):
         parts.evictor.check()
 
 
@@ -249,7 +249,7 @@ def test_check_notices_a_wrong_count() -> None:
     parts = Parts(Lru())
     parts.idle(2)
     parts.evictor.num_evictable += 1
-    with pytest.raises(PageAccountingError, match="said to be evictable"):
+    with pytest.raises(PageAccountingError, match="counted as evictable"):
         parts.evictor.check()
 
 

@@ -7,7 +7,6 @@ process with TRITON_INTERPRET=1, over interpreted Triton alone (tests/kernels/te
 from __future__ import annotations
 
 import ctypes
-import functools
 import platform
 import shutil
 import subprocess
@@ -20,10 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from fake_flashinfer import FakeFlashInfer
 from manylora.config import environment
 from manylora.kernels.dispatch import Kernels, native_kernels, torch_kernels, triton_kernels
-from manylora.kernels.flashinfer.attention import FlashInferAttention
 from manylora.kernels.native.compilation import COMMON_FLAGS, NATIVE_FLAG, SOURCES, compiler_command
 from manylora.kernels.native.levels import LEVELS, TILES, Level, usable_features
 from manylora.kernels.native.library import native_library
@@ -105,19 +102,6 @@ TRITON = (
 )
 
 
-@functools.cache
-def _over_flashinfer() -> Kernels:
-    kernels = triton_kernels() if INTERPRETS else torch_kernels()
-    attention = FlashInferAttention(FakeFlashInfer(), CPU, kernels.paged_attention)
-    return replace(kernels, paged_attention=attention.paged_attention)
-
-
-FLASHINFER = (
-    Implementation("flashinfer-triton", _over_flashinfer, (BF16,))
-    if INTERPRETS
-    else Implementation("flashinfer-torch", _over_flashinfer, (F16, BF16), has_rounded_scores=True)
-)
-"""Attention of prompts by the stand-in of FlashInfer, and of items by another implementation."""
 IMPLEMENTATIONS = [TRITON] if INTERPRETS else [TORCH, *NATIVE, TRITON]
 
 

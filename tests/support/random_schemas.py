@@ -29,7 +29,16 @@ from manylora.server.tools.schemas import Tool, ToolChoice, ToolFunction
 from tool_models import family
 
 Schema = dict[str, Any]
-PATTERNS = ["^[a-z]{1,4}$", "^(ab|cd)+$", "[0-9]", "^x.?y$", r"^\d{3}-\d{2}$", r"^\w*$", "^$"]
+PATTERNS = [
+    "^[a-z]{1,4}$",
+    "^(ab|cd)+$",
+    "[0-9]",
+    "^x.?y$",
+    r"^\d{3}-\d{2}$",
+    r"^\w*$",
+    "^$",
+    '^[^"x]{1,3}$',
+]
 UNKNOWN_FORMATS = ["password", "byte", "binary", "path", "uri-reference", "regex", "no such format"]
 VALUES: list[Any] = [
     None,

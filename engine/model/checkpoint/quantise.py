@@ -1,7 +1,7 @@
-"""Quantises a checkpoint: rounds the linear weights of its layers to the nearest level, and measures each one's error.
+"""Quantisation of a checkpoint: rounds the linear weights of its layers to the nearest level and measures the error.
 
 int8 and int4 are written as compressed-tensors, which vLLM and transformers read too; q3.5 is Manylora's own. Embedding
-and head stay as they are: a quantised head costs most, and a tied one is the embedding.
+and head stay as they are: a quantised head costs the most quality, and a tied head is the embedding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from manylora.errors import ConfigError
 
 TargetFormat = Literal["int8", "int4", "q3.5"]
 Errors = dict[str, list[float]]
-"""By module path: the relative error of its weight in each layer, ||W' - W|| / ||W||."""
-INT8_MOST, INT4_MOST = 127, 15
+"""Relative error of a weight in each layer, ||W' - W|| / ||W||, by module path."""
+INT8_MOST = 127
+INT4_MOST = 15
 GROUP_SIZES = (128, 64, 32, 16)
 RECIPE = "# manylora quantize: weights are rounded to the nearest level. No scale is folded into other layers.\n"
 
@@ -39,12 +40,12 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
 
     Args:
         source: Folder of a checkpoint in floats.
-        output: Folder that is made; all of it is there, or nothing.
-        target: How weights are stored.
+        output: Folder to make. It is there completely or not at all.
+        target: Format of the weights.
 
     Raises:
-        ConfigError: The checkpoint is damaged, not served, quantised already or a GGUF file, its sizes do not allow the
-            format, or `output` exists or cannot be written.
+        ConfigError: The checkpoint is damaged, not served, quantised already or a GGUF file; its sizes do not allow the
+            format; or `output` exists or cannot be written.
     """
     if target not in get_args(TargetFormat):
         raise ConfigError(
@@ -81,7 +82,7 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
                 save_file(tensors, made / file.name, {"format": "pt"})
             _write_others(source, made, config, places if len(files) > 1 else None)
             made.rename(output)
-    except (OSError, SafetensorError) as error:  # the latter where save_file cannot write
+    except (OSError, SafetensorError) as error:  # SafetensorError: save_file cannot write
         raise ConfigError(f"output: cannot write {output}: {error}", param="output") from error
     return errors
 
@@ -89,7 +90,7 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
 def _quantised(
     file: Path, spec: DecoderSpec, quantisation: Quantisation, errors: Errors
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file, with the parts of linears in place of their weights."""
+    """Tensors of a file, with the parts of quantised linears in place of their weights."""
     linears = {
         f"model.layers.{layer}.{module.path}.weight": (layer, module)
         for layer in range(spec.num_layers)
@@ -123,7 +124,7 @@ def _quantised(
 def _write_others(
     source: Path, made: Path, quantisation: dict[str, Any], places: dict[str, str] | None
 ) -> None:
-    """Config, index, and all other files of a checkpoint, as they are."""
+    """Write config and index, and copy all other files of a checkpoint."""
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     (made / CONFIG_FILE).write_text(
         json.dumps({**config, "quantization_config": quantisation}, indent=2)
@@ -143,15 +144,13 @@ def _write_others(
 
 
 def _config(spec: DecoderSpec, target: TargetFormat) -> dict[str, Any]:
-    """The `quantization_config`."""
+    """Make the `quantization_config`."""
     if target == "q3.5":
         return {"quant_method": "manylora", "format": "q3.5"}
     inputs = None
     if target == "int8":
-        storage, weights = (
-            "int-quantized",
-            {"num_bits": 8, "strategy": "channel", "symmetric": True},
-        )
+        storage = "int-quantized"
+        weights = {"num_bits": 8, "strategy": "channel", "symmetric": True}
         inputs = {
             "num_bits": 8,
             "type": "int",
@@ -198,7 +197,8 @@ def _int4(
 ) -> dict[str, torch.Tensor]:
     size = quantisation.block[1] if quantisation.block else weight.shape[1]
     groups = weight.view(len(weight), -1, size)
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    low = groups.amin(-1).clamp(max=0)
+    high = groups.amax(-1).clamp(min=0)
     scale = _scale((high - low) / INT4_MOST, dtype)
     zero = (-low / scale.float()).round().clamp(0, INT4_MOST)
     values = (
@@ -216,7 +216,7 @@ def _int4(
 
 
 def _scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the format of the checkpoint, and above 0 where all weights are 0."""
+    """Round a scale to the checkpoint's dtype, above 0 even if all weights are 0."""
     return scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
 
 

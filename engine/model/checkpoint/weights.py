@@ -1,7 +1,7 @@
-"""Safetensors into a decoder: strict about names and shapes, q,k,v and gate,up fused, weights laid out for the device.
+"""Loading of safetensors into a decoder. Names and shapes must be exact; q, k, v and gate, up become one weight each.
 
-Linear weights that are stored quantised become floats, one at a time (`formats`). Reads safetensors only and runs no
-code of the checkpoint's. Knows nothing of adapters and pages.
+Quantised linear weights become floats, one at a time (`formats`). Reads safetensors only and runs no code of the
+checkpoint. Knows nothing of adapters and pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from manylora.engine.model.decoder import Decoder, DecoderLayer
 from manylora.engine.model.formats import FORMATS, dequantised, int8_rows
 from manylora.engine.model.formats.gguf_tensors import GgufTensors
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
 from manylora.engine.model.linear import Linear, make_head, make_linear
 from manylora.engine.model.quantisation import Quantisation
 from manylora.engine.model.rope import rope_table
@@ -29,12 +29,11 @@ from manylora.engine.model.weight_files import EMBEDDING, HEAD, NORM, weight_fil
 from manylora.errors import ConfigError
 from manylora.kernels.attend import HeadNorms
 from manylora.kernels.dispatch import kernels_for
-from manylora.kernels.kv_layer import AttentionNeeds
 from manylora.kernels.quantised import Int8Weight, side_by_side
 from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
 LEFTOVERS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-"""Endings of tensors without effect: the first follows from the config, the others are for a KV cache in 8 bits."""
+"""Endings of tensors without effect. The first follows from the config; the others are for a KV cache in 8 bits."""
 
 
 def base_digest(folder: Path) -> str:
@@ -54,24 +53,21 @@ def load_decoder(
     *,
     weights: WeightFormat = "bf16",
     num_positions: int | None = None,
-    attention: AttentionNeeds | None = None,
 ) -> Decoder:
     """Load a checkpoint.
 
     Args:
-        folder: With the safetensors files.
-        spec: Of the checkpoint in that folder.
-        dtype: What the weights are converted to.
-        device: Where the decoder runs.
-        weights: What the linear layers are kept in. They are rounded as they are read, one after another.
-        num_positions: Positions that will be used; None takes the model's own limit.
-        attention: What its attention needs, as `kernels_for` takes it.
+        folder: Folder with the safetensors files.
+        spec: Spec of the checkpoint in that folder.
+        dtype: Dtype that the weights are converted to.
+        device: Device of the decoder.
+        weights: Format of the linear layers. They are rounded as they are read, one after another.
+        num_positions: Number of positions that will be used; None takes the model's own limit.
 
     Raises:
-        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it. Or the
-            device does not compute attention as it is asked to.
+        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind. The message names it.
     """
-    kernels = kernels_for(device, dtype, attention)
+    kernels = kernels_for(device, dtype)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device, weights)
         checkpoint.check()
@@ -96,10 +92,10 @@ def load_decoder(
 
 
 def check_checkpoint(folder: Path, spec: DecoderSpec) -> None:
-    """Refuse a checkpoint whose tensors do not fit the spec; none is read.
+    """Refuse a checkpoint whose tensors do not fit the spec. No tensor is read.
 
     Raises:
-        ConfigError: As `load_decoder`.
+        ConfigError: As in `load_decoder`.
     """
     with ExitStack() as stack:
         _Checkpoint(
@@ -125,7 +121,7 @@ class _Checkpoint:
         self._weights = weights
         self._files: dict[str, Any] = {}
         self._quantised: dict[str, tuple[StoredLinear, tuple[str, ...]]] = {}
-        """By the name of the weight: its linear, without tensors, and the names of these."""
+        """Linear without its tensors, and the names of these, by the name of the weight."""
         for path in files:
             try:
                 file = (
@@ -145,9 +141,11 @@ class _Checkpoint:
                 self._files[name] = file
 
     def check(self) -> None:
-        """Refuse what does not fit the spec by name."""
+        """Refuse tensors that do not fit the spec; the error names them."""
         spec = self._spec
-        expected = {name: Part(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()}
+        expected = {
+            name: ExpectedTensor(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()
+        }
         if self._has_head_alone:
             expected[HEAD] = expected.pop(EMBEDDING)
         if spec.quantisation is not None and spec.quantisation.layout in FORMATS:
@@ -171,8 +169,10 @@ class _Checkpoint:
         for name, part in expected.items():
             self._check_part(name, part)
 
-    def _expect_quantised(self, quantisation: Quantisation, expected: dict[str, Part]) -> None:
-        """Put the parts of each linear in place of its weight, unless that is stored in floats."""
+    def _expect_quantised(
+        self, quantisation: Quantisation, expected: dict[str, ExpectedTensor]
+    ) -> None:
+        """Expect the parts of each linear in place of its weight, unless that is stored in floats."""
         for name, part in list(expected.items()):
             is_linear = len(part.shapes[0]) == 2 and name != EMBEDDING
             if not is_linear or (
@@ -192,9 +192,10 @@ class _Checkpoint:
             expected |= {f"{linear.name}.{suffix}": entry for suffix, entry in parts.items()}
             self._quantised[name] = (linear, tuple(parts))
 
-    def _check_part(self, name: str, part: Part) -> None:
+    def _check_part(self, name: str, part: ExpectedTensor) -> None:
         entry = self._files[name].get_slice(name)
-        dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
+        dtype = entry.get_dtype()
+        shape = tuple(entry.get_shape())
         if dtype not in part.dtypes or (part.shapes and shape not in part.shapes):
             kind = "float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
             shapes = " or ".join(str(list(shape)) for shape in part.shapes)
@@ -216,7 +217,7 @@ class _Checkpoint:
         return tensor.to(self._device, dtype or self._dtype, copy=True).contiguous()
 
     def weight(self, name: str, kept: WeightFormat) -> torch.Tensor | Int8Weight:
-        """The weight of a linear: in `dtype`, or, where it is kept in fewer bits, in float32 or as it is stored."""
+        """The weight of a linear in `dtype`. If it is kept in fewer bits, it is in float32 or as it is stored."""
         dtype = self._dtype if kept == "bf16" else torch.float32
         if name not in self._quantised:
             return self.tensor(name, dtype)
@@ -231,7 +232,7 @@ class _Checkpoint:
         return dequantised(stored).to(self._device, dtype).contiguous()
 
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
-        """The linears `names` as one, their outputs side by side."""
+        """Join the linears `names` to one whose outputs are side by side."""
         weight = side_by_side(
             [self.weight(f"{prefix}{name}.weight", self._weights) for name in names]
         )
@@ -242,7 +243,8 @@ class _Checkpoint:
 
 
 def _load_layer(checkpoint: _Checkpoint, spec: DecoderSpec, prefix: str) -> DecoderLayer:
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    attention = f"{prefix}self_attn."
+    mlp = f"{prefix}mlp."
     return DecoderLayer(
         input_norm=checkpoint.tensor(f"{prefix}input_layernorm.weight"),
         qkv=checkpoint.linear(attention, ("q_proj", "k_proj", "v_proj"), spec.qkv_bias),

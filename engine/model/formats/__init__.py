@@ -1,6 +1,6 @@
-"""How checkpoints store quantised weights: one module per format, which turns the tensors of a linear into floats.
+"""Formats of quantised weights in checkpoints: one module per format, which turns the tensors of a linear into floats.
 
-A format knows nothing of files, devices and models. What a checkpoint's config says of it is a `Quantisation`.
+A format knows nothing of files, devices and models. A `Quantisation` has what a checkpoint's config says about it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from manylora.engine.model.formats import awq, bitsandbytes, gptq, packed, scaled, three_half
-from manylora.engine.model.formats.stored import Part, StoredLinear, is_finite
+from manylora.engine.model.formats.stored import ExpectedTensor, StoredLinear, is_finite
 from manylora.kernels.quantised import Int8Weight
 
 
@@ -19,10 +19,10 @@ from manylora.kernels.quantised import Int8Weight
 class Format:
     """A way to store the weight of a linear."""
 
-    parts: Callable[[StoredLinear, Collection[str]], dict[str, Part]]
-    """Which tensors a linear has, by the ends of their names, given the ends of those that are stored."""
+    parts: Callable[[StoredLinear, Collection[str]], dict[str, ExpectedTensor]]
+    """Expected tensors of a linear by the ends of their names, given the ends of the stored names."""
     weight: Callable[[StoredLinear], torch.Tensor]
-    """The weight, float32 [out_features, in_features]. Raises ConfigError where values cannot be right."""
+    """The weight, float32 [out_features, in_features]. Raises ConfigError if values cannot be right."""
 
 
 FORMATS: dict[str, Format] = {
@@ -34,14 +34,14 @@ FORMATS: dict[str, Format] = {
     "q3.5": Format(three_half.parts, three_half.weight),
     "scaled": Format(scaled.parts, scaled.weight),
 }
-"""By `Quantisation.layout`."""
+"""Formats by `Quantisation.layout`."""
 
 
 def int8_rows(linear: StoredLinear) -> Int8Weight | None:
-    """The weight of a linear as it is stored, where that is int8 with a scale for each row; None elsewhere.
+    """The weight of a linear that is stored in int8 with a scale for each row; None for other linears.
 
     Raises:
-        ConfigError: As `dequantised`.
+        ConfigError: As in `dequantised`.
     """
     found = linear.quantisation
     if (
@@ -63,10 +63,10 @@ def _check_finite(linear: StoredLinear) -> None:
 
 
 def dequantised(linear: StoredLinear) -> torch.Tensor:
-    """The weight of a linear with its tensors, float32 [out_features, in_features].
+    """The weight of a linear whose tensors were read, float32 [out_features, in_features].
 
     Raises:
-        ConfigError: A value is damaged; the message names the tensor.
+        ConfigError: A value is damaged. The message names the tensor.
     """
     _check_finite(linear)
     weight = FORMATS[linear.quantisation.layout].weight(linear)

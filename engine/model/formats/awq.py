@@ -6,20 +6,23 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear, unpack
 
-BITS, PER_WORD = 4, 8
+BITS = 4
+PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which 4 bits of a word are of its first, second, ... output."""
+"""Place in a word of the 4 bits of its first, second, ... output."""
 
 
-def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    rows = linear.out_features
+    columns = linear.in_features
+    groups = linear.num_groups
     return {
-        "qweight": Part(("I32",), ((columns, rows // PER_WORD),)),
-        "qzeros": Part(("I32",), ((groups, rows // PER_WORD),)),
-        "scales": Part(FLOATS, ((groups, rows),)),
+        "qweight": ExpectedTensor(("I32",), ((columns, rows // PER_WORD),)),
+        "qzeros": ExpectedTensor(("I32",), ((groups, rows // PER_WORD),)),
+        "scales": ExpectedTensor(FLOATS, ((groups, rows),)),
     }
 
 
@@ -31,5 +34,5 @@ def weight(linear: StoredLinear) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """[outputs, inputs or groups], from words."""
+    """Unpack words to [outputs, inputs or groups]."""
     return unpack(packed, BITS).view(len(packed), -1, PER_WORD)[..., PLACES].flatten(1).T

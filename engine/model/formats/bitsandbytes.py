@@ -10,39 +10,45 @@ from collections.abc import Collection
 import torch
 
 from manylora import strict_json
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
 
 MOST = 127
-"""Of an int8 weight."""
-FORMAT, ABSMAX = "weight_format", "weight.absmax"
-NESTED, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
+"""Largest magnitude of an int8 weight."""
+FORMAT = "weight_format"
+ABSMAX = "weight.absmax"
+NESTED = "weight.nested_absmax"
+NESTED_MAP = "weight.nested_quant_map"
 
 
-def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     found = {
-        "weight": Part(("I8",), ((linear.out_features, linear.in_features),)),
-        "SCB": Part(FLOATS, ((linear.out_features,),)),
+        "weight": ExpectedTensor(("I8",), ((linear.out_features, linear.in_features),)),
+        "SCB": ExpectedTensor(FLOATS, ((linear.out_features,),)),
     }
-    return found | {FORMAT: Part(("U8",), ((), (1,)))} if FORMAT in stored else found
+    return found | {FORMAT: ExpectedTensor(("U8",), ((), (1,)))} if FORMAT in stored else found
 
 
 def int8_weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
     if FORMAT in linear.tensors and linear[FORMAT].any():
-        raise linear.error(FORMAT, "must be 0, rows as they are: other layouts are of one GPU")
+        raise linear.error(
+            FORMAT, "must be 0, for plain rows: other layouts are for one kind of GPU"
+        )
     return linear["weight"].float() * (linear["SCB"].float() / MOST).unsqueeze(1)
 
 
-def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    nested = {NESTED: Part(("F32",)), NESTED_MAP: Part(("F32",), ((256,),))}
+    nested = {NESTED: ExpectedTensor(("F32",)), NESTED_MAP: ExpectedTensor(("F32",), ((256,),))}
     is_nested = bool(nested.keys() & stored)
     found = {
-        "weight": Part(("U8",), ((-(-linear.out_features * linear.in_features // 2), 1),)),
-        ABSMAX: Part(("U8" if is_nested else "F32",)),
-        "weight.quant_map": Part(("F32",), ((16,),)),
-        _state(linear): Part(("U8",)),
+        "weight": ExpectedTensor(
+            ("U8",), ((-(-linear.out_features * linear.in_features // 2), 1),)
+        ),
+        ABSMAX: ExpectedTensor(("U8" if is_nested else "F32",)),
+        "weight.quant_map": ExpectedTensor(("F32",), ((16,),)),
+        _state(linear): ExpectedTensor(("U8",)),
     }
     return found | nested if is_nested else found
 
@@ -52,11 +58,10 @@ def code_weight(linear: StoredLinear) -> torch.Tensor:
     shape = [linear.out_features, linear.in_features]
     try:
         state = strict_json.loads(bytes(linear[_state(linear)].tolist()))
-        size, kind = int(state["blocksize"]), state["quant_type"]
-        nested_size, offset = (
-            int(state.get("nested_blocksize", 1)),
-            float(state.get("nested_offset", 0.0)),
-        )
+        size = int(state["blocksize"])
+        kind = state["quant_type"]
+        nested_size = int(state.get("nested_blocksize", 1))
+        offset = float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise linear.error(_state(linear), f"cannot be read: {error}") from error
     if (
@@ -85,7 +90,7 @@ def _state(linear: StoredLinear) -> str:
 def _by_block(
     linear: StoredLinear, part: str, scales: torch.Tensor, size: int, count: int
 ) -> torch.Tensor:
-    """The scale of each of `count` values in blocks of `size`."""
+    """Scale of each of `count` values in blocks of `size`."""
     if scales.numel() != -(-count // size):
         raise linear.error(part, f"must have {-(-count // size)} values, got {scales.numel()}")
     return scales.repeat_interleave(min(size, count))[:count]

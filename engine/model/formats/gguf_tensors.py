@@ -17,7 +17,7 @@ from manylora.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TensorHeader:
     """Shape and dtype of a tensor, as safetensors gives them."""
 
     tensor: Any
@@ -31,11 +31,11 @@ class _Entry:
 
 
 class GgufTensors:
-    """A GGUF file that is read as safetensors' `safe_open` reads its files.
+    """A GGUF file with the methods of safetensors' `safe_open`.
 
     Args:
         path: The file.
-        spec: What it holds, as `gguf_config` tells.
+        spec: Spec of its model, from `gguf_config`.
     """
 
     def __init__(self, path: Path, spec: DecoderSpec) -> None:
@@ -50,17 +50,19 @@ class GgufTensors:
             mapping.get_name(name, (".weight", ".bias")): name for name in expected_tensors(spec)
         }
         self._entries = {
-            names.get(t.name, t.name): _Entry(t) for t in reader.tensors if t.name != ROPE_FACTORS
+            names.get(t.name, t.name): _TensorHeader(t)
+            for t in reader.tensors
+            if t.name != ROPE_FACTORS
         }
         self._heads = (
             {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if arch == "llama" else {}
         )
 
     def keys(self) -> Iterator[str]:
-        """Names of the tensors; those that the model does not have keep the file's."""
+        """Names of the tensors. Tensors that the model does not have keep their names in the file."""
         return iter(self._entries)
 
-    def get_slice(self, name: str) -> _Entry:
+    def get_slice(self, name: str) -> _TensorHeader:
         """Shape and dtype of a tensor."""
         return self._entries[name]
 
@@ -68,7 +70,7 @@ class GgufTensors:
         """A tensor in float32.
 
         Raises:
-            ConfigError: It has values that are infinite or NaN, or its type is not known.
+            ConfigError: It has values that are infinite or NaN, or its type is unknown.
         """
         from gguf import dequantize
 
@@ -84,9 +86,8 @@ class GgufTensors:
                 f"model.path: {name} has values that are infinite or NaN", param="model.path"
             )
         num_heads = self._heads.get(name.split(".")[-2], 0)
-        if (
-            num_heads
-        ):  # llama.cpp rotates neighbours, so it keeps the two halves of a head interleaved
+        if num_heads:
+            # llama.cpp rotates neighbours, so it keeps the two halves of a head interleaved.
             halves = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
         return tensor

@@ -1,7 +1,7 @@
 """GPTQ: 4 or 8 bits in words along the inputs, a scale and a zero point per output and group of inputs.
 
-Version 1 stores zero points less 1. Files do not always say their version rightly, so it is read from the values first:
-symmetric ones have the same zero point everywhere. `Quantisation.variant` is what the config says, gptq or gptq_v2.
+Version 1 stores zero points less 1. The version in files is not always right, so the values are examined first:
+symmetric ones have the same zero point everywhere. `Quantisation.variant` is the config's version, gptq or gptq_v2.
 """
 
 from __future__ import annotations
@@ -10,21 +10,32 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import (
+    FLOATS,
+    WORD_BITS,
+    ExpectedTensor,
+    StoredLinear,
+    unpack,
+)
 
-ORDER, BIAS = "g_idx", "bias"
+ORDER = "g_idx"
+BIAS = "bias"
 
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    rows = linear.out_features
+    columns = linear.in_features
+    groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
     found = {
-        "qweight": Part(("I32",), ((-(-columns // per_word), rows),)),
-        "qzeros": Part(("I32",), ((groups, -(-rows // per_word)),)),
-        "scales": Part(FLOATS, ((groups, rows),)),
-        ORDER: Part(("I32", "I64"), ((columns,),)),
-        BIAS: Part(FLOATS, ((rows,),)),  # some tools write one of zeros where the model has none
+        "qweight": ExpectedTensor(("I32",), ((-(-columns // per_word), rows),)),
+        "qzeros": ExpectedTensor(("I32",), ((groups, -(-rows // per_word)),)),
+        "scales": ExpectedTensor(FLOATS, ((groups, rows),)),
+        ORDER: ExpectedTensor(("I32", "I64"), ((columns,),)),
+        BIAS: ExpectedTensor(
+            FLOATS, ((rows,),)
+        ),  # some tools write a bias of zeros for a model without biases
     }
     return {
         name: part for name, part in found.items() if name in stored or name not in (ORDER, BIAS)

@@ -6,27 +6,33 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
-
-PACKED, SCALE, ZERO, GROUPS, SHAPE = (
-    "weight_packed",
-    "weight_scale",
-    "weight_zero_point",
-    "weight_g_idx",
-    "weight_shape",
+from manylora.engine.model.formats.stored import (
+    FLOATS,
+    WORD_BITS,
+    ExpectedTensor,
+    StoredLinear,
+    unpack,
 )
 
+PACKED = "weight_packed"
+SCALE = "weight_scale"
+ZERO = "weight_zero_point"
+GROUPS = "weight_g_idx"
+SHAPE = "weight_shape"
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    rows = linear.out_features
+    columns = linear.in_features
+    groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
     found = {
-        PACKED: Part(("I32",), ((rows, -(-columns // per_word)),)),
-        SCALE: Part(FLOATS, ((rows, groups),)),
-        SHAPE: Part(("I64", "I32"), ((2,),)),
-        ZERO: Part(("I32",), ((-(-rows // per_word), groups),)),
-        GROUPS: Part(("I32", "I64"), ((columns,),)),
+        PACKED: ExpectedTensor(("I32",), ((rows, -(-columns // per_word)),)),
+        SCALE: ExpectedTensor(FLOATS, ((rows, groups),)),
+        SHAPE: ExpectedTensor(("I64", "I32"), ((2,),)),
+        ZERO: ExpectedTensor(("I32",), ((-(-rows // per_word), groups),)),
+        GROUPS: ExpectedTensor(("I32", "I64"), ((columns,),)),
     }
     return {
         name: part for name, part in found.items() if name in stored or name not in (ZERO, GROUPS)
@@ -35,7 +41,9 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
 
 def weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
-    rows, columns, bits = linear.out_features, linear.in_features, linear.quantisation.bits
+    rows = linear.out_features
+    columns = linear.in_features
+    bits = linear.quantisation.bits
     if linear[SHAPE].tolist() != [rows, columns]:
         raise linear.error(SHAPE, f"must be {[rows, columns]}, got {linear[SHAPE].tolist()}")
     values = unpack(linear[PACKED], bits)[:, :columns]

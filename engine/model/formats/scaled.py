@@ -1,6 +1,6 @@
-"""int8 and float8 weights with a scale for all, for a row or for a block: compressed-tensors, fine-grained FP8, others.
+"""int8 and float8 weights with one scale, or one for each row or block: compressed-tensors, fine-grained FP8, others.
 
-`weight` times `weight_scale`; DeepSeek's name `weight_scale_inv` is the same thing. Scales of inputs are not used.
+A value is `weight` times `weight_scale`, which DeepSeek calls `weight_scale_inv`. Scales of inputs are not used.
 `Quantisation.variant` is the dtype of the weight.
 """
 
@@ -10,9 +10,11 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
 
-SCALE, INVERSE, ZERO = "weight_scale", "weight_scale_inv", "weight_zero_point"
+SCALE = "weight_scale"
+INVERSE = "weight_scale_inv"
+ZERO = "weight_zero_point"
 UNUSED = (
     "input_scale",
     "input_scale_ub",
@@ -23,18 +25,23 @@ UNUSED = (
 )
 
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    rows, columns, block = linear.out_features, linear.in_features, linear.quantisation.block
+    rows = linear.out_features
+    columns = linear.in_features
+    block = linear.quantisation.block
     shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (rows,), (rows, 1))
     if block:
         shapes = ((-(-rows // block[0]), -(-columns // block[1])),)
     scale = INVERSE if INVERSE in stored else SCALE
     dtypes = (linear.quantisation.variant,)
-    found = {"weight": Part(dtypes, ((rows, columns),)), scale: Part((*FLOATS, "F8_E8M0"), shapes)}
+    found = {
+        "weight": ExpectedTensor(dtypes, ((rows, columns),)),
+        scale: ExpectedTensor((*FLOATS, "F8_E8M0"), shapes),
+    }
     if ZERO in stored:
-        found[ZERO] = Part(("I8",), shapes)
-    return found | {name: Part((*FLOATS, "I8")) for name in UNUSED if name in stored}
+        found[ZERO] = ExpectedTensor(("I8",), shapes)
+    return found | {name: ExpectedTensor((*FLOATS, "I8")) for name in UNUSED if name in stored}
 
 
 def weight(linear: StoredLinear) -> torch.Tensor:
@@ -46,13 +53,14 @@ def weight(linear: StoredLinear) -> torch.Tensor:
 
 
 def scales(linear: StoredLinear) -> torch.Tensor:
-    """What the stored weight is multiplied by, float32, in a shape that broadcasts over it."""
+    """Scales of the stored weight, float32, in a shape that broadcasts over it."""
     return _spread(linear, INVERSE if INVERSE in linear.tensors else SCALE)
 
 
 def _spread(linear: StoredLinear, part: str) -> torch.Tensor:
     """A part in float32, in a shape that broadcasts over the weight."""
-    values, block = linear[part].float(), linear.quantisation.block
+    values = linear[part].float()
+    block = linear.quantisation.block
     if block is None:
         return values.reshape(-1, 1)
     values = values.repeat_interleave(min(block[0], linear.out_features), 0)[: linear.out_features]

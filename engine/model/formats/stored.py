@@ -1,4 +1,4 @@
-"""The stored tensors of one quantised linear, and what formats share in reading them."""
+"""The stored tensors of one quantised linear, and the reading that formats share."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a stored tensor must be."""
+class ExpectedTensor:
+    """Dtypes and shapes that a stored tensor may have."""
 
     dtypes: tuple[str, ...]
-    """As safetensors names them."""
+    """Allowed dtypes, as safetensors names them."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """One of these; none: any."""
+    """Allowed shapes; empty allows any."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """A linear whose weight is stored quantised."""
+    """A linear with a quantised weight."""
 
     name: str
-    """As `model.layers.0.self_attn.q_proj`."""
+    """Path of the module, such as `model.layers.0.self_attn.q_proj`."""
     out_features: int
     in_features: int
     quantisation: Quantisation
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Once they are read: on the CPU, by what follows the name and a dot. All are as the format's parts say."""
+    """Tensors on the CPU once they are read, by the name after the linear's name and a dot. They are as expected."""
 
     @property
     def num_groups(self) -> int:
-        """Groups of inputs, each of which has a scale for each output."""
+        """Number of groups of inputs. Each has a scale for each output."""
         return -(-self.in_features // self.group_size)
 
     @property
@@ -60,16 +60,16 @@ class StoredLinear:
     def by_groups(
         self, values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, order: str = ""
     ) -> torch.Tensor:
-        """The weight whose values are `(values - zeros) * scales`, float32 [out_features, in_features].
+        """Compute the weight `(values - zeros) * scales`, float32 [out_features, in_features].
 
         Args:
             values: [out_features, in_features].
             zeros: [out_features, num_groups].
-            scales: As zeros.
-            order: The part that has the group of each input; where it is not stored, groups are of neighbours.
+            scales: [out_features, num_groups].
+            order: Part with the group of each input. If it is not stored, neighbours form a group.
 
         Raises:
-            ConfigError: An input is in a group that has no scale.
+            ConfigError: An input is in a group without a scale.
         """
         groups = torch.arange(self.in_features) // self.group_size
         if order in self.tensors:
@@ -82,7 +82,7 @@ class StoredLinear:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN: both show in the smallest and largest, which are found 20 times as fast."""
+    """True if no value is infinite or NaN. Both show in minimum and maximum, which are 20 times faster to compute."""
     return not tensor.numel() or bool(torch.stack(tensor.float().aminmax()).isfinite().all())
 
 
@@ -101,7 +101,7 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack whole numbers of `bits` bits into words: the inverse of `unpack`, for columns that do not fill a word, too.
+    """Pack whole numbers of `bits` bits into words, the inverse of `unpack`. The columns need not fill a word.
 
     Args:
         values: int32 [rows, columns], from 0 to 2 ** bits - 1.

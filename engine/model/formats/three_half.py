@@ -1,9 +1,9 @@
 """3.5 bits: each weight is one of 11 levels, two share 7 bits, and 64 inputs of an output have a minimum and a step.
 
-The levels and blocks are Inferflow's. Eight pairs take seven bytes: the low bits of a byte are a pair's code, `first +
-11 * second`, and the high bits of all seven are the code of the eighth pair. Byte i of the block's four groups of eight
-pairs stand side by side, so that one word of 32 bits holds four codes. With minimum and step, float16, a block takes 32
-bytes: 4 bits a weight.
+The levels and blocks are Inferflow's. Eight pairs take seven bytes: the low bits of a byte are the code of a pair,
+`first + 11 * second`, and the high bits of all seven are the code of the eighth pair. A block has four groups of eight
+pairs. Their bytes i are neighbours, so that one word of 32 bits has four codes. With minimum and step in float16, a
+block takes 32 bytes, which is 4 bits a weight.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import Part, StoredLinear
+from manylora.engine.model.formats.stored import ExpectedTensor, StoredLinear
 
-BLOCK, LEVELS = 64, 11
-GROUPS, BYTES = 4, 7
-"""Of pairs in a block, and of a group."""
-PACKED, MINIMUM, STEP = "weight_packed", "weight_minimum", "weight_step"
+BLOCK = 64
+LEVELS = 11
+GROUPS = 4
+BYTES = 7
+"""Bytes of a group of pairs; a block has `GROUPS` of them."""
+PACKED = "weight_packed"
+MINIMUM = "weight_minimum"
+STEP = "weight_step"
 
 
-def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
+def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     blocks = -(-linear.in_features // BLOCK)
-    floats = Part(("F16",), ((linear.out_features, blocks),))
-    packed = Part(("U8",), ((linear.out_features, blocks * BYTES * GROUPS),))
+    floats = ExpectedTensor(("F16",), ((linear.out_features, blocks),))
+    packed = ExpectedTensor(("U8",), ((linear.out_features, blocks * BYTES * GROUPS),))
     return {PACKED: packed, MINIMUM: floats, STEP: floats}
 
 
@@ -38,18 +42,19 @@ def weight(linear: StoredLinear) -> torch.Tensor:
 
 
 def encoded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parts that store a weight, float32 [out_features, in_features]; the last input fills the last block."""
+    """Encode a weight, float32 [out_features, in_features], to its parts. The last input fills up the last block."""
     padding = -weight.shape[1] % BLOCK
     blocks = torch.cat((weight, weight[:, -1:].expand(-1, padding)), 1).view(len(weight), -1, BLOCK)
     low, high = blocks.aminmax(dim=-1)
-    minimum, step = low.half(), ((high - low) / (LEVELS - 1)).half()
+    minimum = low.half()
+    step = ((high - low) / (LEVELS - 1)).half()
     step = step.clamp(min=torch.finfo(torch.float16).tiny)  # a block of equal values
     levels = ((blocks - minimum.float().unsqueeze(-1)) / step.float().unsqueeze(-1) + 0.5).floor()
     return {PACKED: pack(levels.clamp(0, LEVELS - 1).to(torch.uint8)), MINIMUM: minimum, STEP: step}
 
 
 def pack(levels: torch.Tensor) -> torch.Tensor:
-    """Bytes [rows, blocks * 28] of levels [rows, blocks, 64], uint8."""
+    """Pack levels [rows, blocks, 64] to bytes [rows, blocks * 28], uint8."""
     codes = (levels[..., 0::2] + LEVELS * levels[..., 1::2]).view(
         *levels.shape[:2], GROUPS, BYTES + 1
     )
@@ -59,13 +64,13 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Levels [rows, blocks, 64] of bytes [rows, blocks * 28], uint8."""
+    """Unpack bytes [rows, blocks * 28] to levels [rows, blocks, 64], uint8."""
     octets = packed.view(len(packed), -1, BYTES, GROUPS)
     last = torch.stack([(octets[:, :, bit] >> 7) << bit for bit in range(BYTES)]).sum(
         0, dtype=torch.uint8
     )
     codes = torch.cat((octets & 127, last.unsqueeze(2)), 2).transpose(-1, -2).int()
-    # As pairs of bytes, because a table of words is looked up faster than numbers are divided.
+    # A table of pairs of bytes is used, because a look-up is faster than a division.
     code = torch.arange(128, dtype=torch.uint8)
     pairs = torch.stack((code % LEVELS, code // LEVELS), 1).view(torch.int16).flatten()
     return pairs.index_select(0, codes.flatten()).view(torch.uint8).view(len(packed), -1, BLOCK)

@@ -30,26 +30,22 @@ from manylora.server.auth.admin_key import admin_key
 USUAL_PORT = 8000
 SNIPPET_QUESTION = "How much is the scarf?"
 SERVE_OPTIONS = (
-    *(
-        "--model",
-        str(demo.MODEL),
-        "--served-model-name",
-        BASE_NAME,
-        "--dtype",
-        "float32",
-        "--memory-gib",
-        "0.25",
-    ),
-    *(
-        "--set",
-        "memory.host_gib=0.25",
-        "--set",
-        "model.threads=1",
-    ),  # the model is too small to share among threads
-    *(
-        "--auth",
-        "on",
-    ),  # whatever the environment says: it is the keys that tell tenants and traffic apart
+    "--model",
+    str(demo.MODEL),
+    "--served-model-name",
+    BASE_NAME,
+    "--dtype",
+    "float32",
+    "--memory-gib",
+    "0.25",
+    "--set",
+    "memory.host_gib=0.25",
+    # The model is too small to share among threads.
+    "--set",
+    "model.threads=1",
+    # Whatever the environment says: it is the keys that tell tenants and traffic apart.
+    "--auth",
+    "on",
 )
 
 

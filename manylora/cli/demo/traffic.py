@@ -141,7 +141,8 @@ def _key(client: Client, tenant: str) -> dict[str, Any]:
 def _draw(
     rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]
 ) -> Planned:
-    (model, tenant), manner = _pick(rng, _SPEAKERS), _pick(rng, _MANNERS)
+    model, tenant = _pick(rng, _SPEAKERS)
+    manner = _pick(rng, _MANNERS)
     question = rng.choice(asked["questions"])
     body: dict[str, Any] = {
         "model": model,
@@ -149,7 +150,8 @@ def _draw(
         "seed": rng.randrange(1 << 31),
     }
     body["messages"] = [{"role": "user", "content": question}]
-    path, leaves_after = "/v1/chat/completions", None
+    path = "/v1/chat/completions"
+    leaves_after = None
     if manner == "question":
         body["max_tokens"] = 96
     elif manner == "talk":
@@ -194,7 +196,8 @@ def _talk(
 async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Planned) -> Told:
     headers = {"Authorization": f"Bearer {key}", "x-request-id": request_id}
     usage: dict[str, Any] = {}
-    end, is_whole = "cut off", False
+    end = "cut off"
+    is_whole = False
     async with http.stream("POST", planned.path, headers=headers, json=planned.body) as answer:
         async for line in answer.aiter_lines():  # of a stream, or the body, which is one line
             data = line.removeprefix("data: ")
@@ -202,11 +205,13 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
                 continue
             event = json.loads(data)
             if "error" in event:
-                end, is_whole = str(event["error"]["code"]), False
+                end = str(event["error"]["code"])
+                is_whole = False
                 break
             usage = event.get("usage") or usage
             if reason := next((choice["finish_reason"] for choice in event["choices"]), None):
-                end, is_whole = reason, True
+                end = reason
+                is_whole = True
             elif not is_whole and usage.get("completion_tokens", 0) >= (
                 planned.leaves_after or math.inf
             ):

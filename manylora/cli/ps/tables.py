@@ -68,7 +68,8 @@ def adapter_name(resident: Mapping[str, Any]) -> str:
 
 def tenant_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """List tenants with requests in the engine, and those with refusals; the most served first."""
-    loads, gates = body["tenants"], body["admission"]
+    loads = body["tenants"]
+    gates = body["admission"]
     weight, rate = (sum(load[name] for load in loads.values()) for name in ("weight", "rate"))
 
     def rank(name: str) -> tuple[float, int, int, int, str]:
@@ -79,7 +80,8 @@ def tenant_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
     refused = {name for name, gate in gates.items() if gate["refused"]}
     for name in sorted(loads.keys() | refused, key=rank):
-        load, gate = loads.get(name, NO_LOAD), gates.get(name, {})
+        load = loads.get(name, NO_LOAD)
+        gate = gates.get(name, {})
         wait_s = gate.get("wait_s")
         yield (
             name,
@@ -139,7 +141,8 @@ def _summary(body: Mapping[str, Any]) -> list[str]:
         ready["dtype"], ready["memory"]["weights"], ready["geometry"]["is_kv_int8"]
     )
     on_device = sum(resident["tier"] == "device" for resident in body["residents"])
-    queries, hits = body["prefix_queries"], body["prefix_hits"]
+    queries = body["prefix_queries"]
+    hits = body["prefix_hits"]
     share = f" ({hits / queries:.1%})" if queries else ""
     generated, prompt = token_rates(body)
     p95 = "".join(

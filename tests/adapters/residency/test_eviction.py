@@ -162,7 +162,7 @@ def test_check_finds_an_adapter_in_use_that_can_be_evicted(tmp_path: Path) -> No
     parts.residency.check()
     assert parts.residency.acquire(ref.digest) is not None
     parts.evictor.offer(parts.residency.entries[ref.digest])
-    with pytest.raises(PageAccountingError, match="in use and can be evicted"):
+    with pytest.raises(PageAccountingError, match="in use and evictable"):
         parts.residency.check()
 
 

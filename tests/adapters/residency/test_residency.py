@@ -13,7 +13,7 @@ import pytest
 
 from adapters_factory import random_lora
 from manylora.adapters.ref import AdapterTier
-from manylora.adapters.residency.entry import Entries
+from manylora.adapters.residency.entry import AdapterEntries
 from manylora.adapters.residency.residency import MAX_UNDER_WAY
 from manylora.adapters.residency.slots import SlotLease
 from manylora.errors import (
@@ -426,7 +426,9 @@ def test_a_step_does_not_look_at_adapters_that_are_there(
         parts.residency.pin(ref, True)
     residency = parts.residency
     for way in ("__iter__", "keys", "values", "items"):
-        monkeypatch.setattr(Entries, way, lambda *_: pytest.fail("all adapters were looked at"))
+        monkeypatch.setattr(
+            AdapterEntries, way, lambda *_: pytest.fail("all adapters were looked at")
+        )
     residency.hold(refs[2])
     residency.expect([ref.digest for ref in refs])
     residency.tick(0)

@@ -82,17 +82,6 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
         for offset in range(count):
             assert first + offset not in seen_by
             seen_by[first + offset] = (position + offset + 1, table)
-    prompts, tables = step.prompts(PAGE_TOKENS)
-    assert sum(prompt.query_len for prompt in prompts) == tiles[1].sum()
-    for prompt in prompts:
-        chunk = plan.chunks[step.order[step.first_rows.tolist().index(prompt.row)]]
-        assert (prompt.query_len, prompt.context_len) == (
-            len(chunk.token_ids),
-            chunk.start + len(chunk.token_ids),
-        )
-        for group, pages in enumerate(chunk.block_table):
-            expected = list(pages[: GEOMETRY.blocks(prompt.context_len)])
-            assert tables[group][prompt.request].tolist() == expected
     row, samples = 0, []
     leases = [plan.chunks[place].adapter for place in step.order]
     slots = [-1 if lease is None else lease.slot for lease in leases]

@@ -351,6 +351,25 @@ ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties"
         ({"anyOf": []}, "schema.anyOf", "at least one"),
         ({"required": [1]}, "schema.required", "strings"),
         ({"pattern": 5}, "schema.pattern", "string"),
+        *(
+            ({"items": {"pattern": f"^a{control}b$"}}, "schema.items.pattern", "control character")
+            for control in (
+                *("\x01", "\x7f", r"\x01", r"\u001F", r"\U0000000b", r"\x{7f}", r"\a", r"\v"),
+                *(
+                    "[\x01]",
+                    r"[\x01&&[^\x1f]]",
+                    r"[\x01-\x07]",
+                    "[[\x01]]",
+                    "[\x01a&&\x01]",
+                    r"(c|\x01?)",
+                ),
+            )
+        ),
+        (
+            {"patternProperties": {"^a\x01b$": {}}},
+            "schema.patternProperties.^a\x01b$",
+            "control character",
+        ),
         ({"multipleOf": -2}, "schema.multipleOf", "above 0"),
         ({"multipleOf": 0.07}, "schema.multipleOf", "fraction"),
         (
@@ -378,6 +397,55 @@ def test_what_cannot_be_held_to_is_refused_at_its_place(
         json_grammar(schema)
     assert place in (None, refused.value.param)
     assert reason in refused.value.message
+
+
+CHARACTERS = [chr(code) for code in range(0x100)] + ["\u2028", "\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "[a-z]",
+        '[^"]',
+        r"[^\\]",
+        "[^ -~]",
+        "[]a]",
+        "[^]a]",
+        "[-a]",
+        "[^a-]",
+        ".",
+        r"[^\x00-\x1f]",
+        "[^\x00-\x1f]",
+        "[\x00-\x1fa]",
+        r"[\x{0}-\u{20}]",
+        r"[^\s\d]",
+        "[[:cntrl:]]",
+        r"\p{Cc}",
+        r"[\p{Cc}]",
+        r"\P{L}",
+        r"\D",
+        "[a-z&&[^b]]",
+        r'[a-z"[^\n]]',
+        "(?:[\x00-z]|[^b])",
+    ],
+)
+def test_a_pattern_of_one_character_allows_what_the_regular_expression_does(pattern: str) -> None:
+    held = json_grammar({"type": "string", "pattern": f"^{pattern}$"})
+    quoted, plain = (
+        LLMatcher(TOKENIZER, grammar, log_level=0) for grammar in (held, f"start: /{pattern}/")
+    )
+    assert not quoted.is_error(), quoted.get_error()
+    assert with_schemas_read(held) == held, "also when it is read again"
+    for character in CHARACTERS:
+        written = json.dumps(character, ensure_ascii=False)
+        can_be_written = "\\u" not in written and character != "\x7f"
+        assert _takes(quoted, written) == (can_be_written and _takes(plain, character)), character
+
+
+def _takes(matcher: LLMatcher, text: str) -> bool:
+    own = matcher.deep_copy()
+    token_ids = list(text.encode())
+    return own.try_consume_tokens(token_ids) == len(token_ids) and own.is_accepting()
 
 
 @pytest.mark.parametrize(
@@ -425,5 +493,5 @@ def test_a_schema_in_lark_is_read_wherever_it_stands() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         with_schemas_read('start: %json {"type": "string"} | %json {"$ref": "#"}')
     assert refused.value.param == "grammar.1"
-    with pytest.raises(InvalidRequestError, match="must stand a JSON schema"):
+    with pytest.raises(InvalidRequestError, match="must be followed by a JSON schema"):
         with_schemas_read("start: %json {]")

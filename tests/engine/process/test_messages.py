@@ -110,7 +110,7 @@ def test_junk_is_refused(frame: bytes) -> None:
 
 def test_a_message_beyond_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 100)
-    with pytest.raises(ValueError, match="may have 100 bytes"):
+    with pytest.raises(ValueError, match="may have at most 100 bytes"):
         messages.encode(messages.Abort("x" * 200))
 
 

@@ -20,6 +20,7 @@ from manylora.engine.text.text_stream import (
     TextDelta,
     TextStream,
     prompt_offsets,
+    settled_text,
 )
 from manylora.engine.text.tokenizer import Tokenizer
 
@@ -206,6 +207,28 @@ def test_offsets_count_characters_where_tokens_are_parts_of_them(
     assert TextStream(tokenizer, SamplingParams()).push(output).text_offsets == expected
     assert prompt_offsets(tokenizer, token_ids, skip_special_tokens=True) == expected
     assert tokenizer.text_offsets(text, add_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("text", ["a🎉b", "🎉🎉日本語é", "日本 ü🎉b", "éaüüüüüü🎉"])
+@pytest.mark.parametrize("is_byte_level", [True, False])
+def test_a_prompt_may_end_anywhere_in_a_character(
+    text: str, is_byte_level: bool, sentencepiece: Tokenizer
+) -> None:
+    tokenizer = byte_level() if is_byte_level else sentencepiece
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    text = tokenizer.decode(token_ids)
+    num_bytes = [len(tokenizer.token_bytes(token_id)) for token_id in token_ids]
+    before = [
+        len(text.encode()[: sum(num_bytes[:index])].decode(errors="ignore"))
+        for index in range(len(token_ids))
+    ]
+    for cut in range(len(token_ids)):
+        output = RequestOutput(request_id="x", token_ids=token_ids[cut:], finish_reason="length")
+        delta = TextStream(tokenizer, SamplingParams(), token_ids[:cut]).push(output)
+        assert delta.text == text[before[cut] :], cut
+        assert delta.text_offsets == [offset - before[cut] for offset in before[cut:]], cut
+        prompt = tokenizer.decode(token_ids[:cut])
+        assert settled_text(tokenizer, token_ids[:cut], prompt) == text[: before[cut]], cut
 
 
 def test_a_whole_replacement_character_of_the_prompt_is_not_repeated() -> None:

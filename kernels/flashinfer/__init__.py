@@ -1,1 +1,0 @@
-"""Attention of prompts by FlashInfer, an optional dependency for CUDA devices."""

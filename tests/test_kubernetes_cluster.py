@@ -247,7 +247,7 @@ def test_ray_keeps_the_replicas_and_no_proxy_of_its_own() -> None:
     assert serve["proxy_location"] == "Disabled"
     (application,) = serve["applications"]
     module, _, function = application["import_path"].partition(":")
-    source = (ROOT / Path(*module.split(".")[1:])).with_suffix(".py").read_text()
+    source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
     assert f"def {function}(plan" in source
     assert {f'plan.get("{name}")' for name in application["args"]} <= set(
         re.findall(r'plan\.get\("\w+"\)', source)

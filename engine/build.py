@@ -45,6 +45,7 @@ from manylora.engine.execution.step_program import StepDevice
 from manylora.engine.execution.step_programs import StepPrograms, bucket_rows, cuda_graphs
 from manylora.engine.grammar.compiler import Grammars
 from manylora.engine.grammar.matcher import GrammarTokens
+from manylora.engine.model.checkpoint.weights import base_digest, load_decoder
 from manylora.engine.model.decoder import Decoder
 from manylora.engine.model.device import (
     choose_device,
@@ -60,14 +61,14 @@ from manylora.engine.model.spec import (
     read_spec,
     resolve_model,
 )
-from manylora.engine.model.weights import base_digest, load_decoder
 from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
 from manylora.engine.scheduling.request_limits import ModelLimits
 from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.engine.status import EngineReady, MemoryPlan
 from manylora.engine.text.tokenizer import read_eos_token_ids
 from manylora.errors import ConfigError
-from manylora.kernels.dispatch import AttentionNeeds, kernels_for
+from manylora.kernels.dispatch import kernels_for
+from manylora.kernels.kv_layer import AttentionNeeds
 from manylora.kernels.triton.compiles import CompileWatch
 from manylora.memory.arena import Arena, PageCopier
 from manylora.memory.eviction import Evictor, PageCosts, eviction_policy

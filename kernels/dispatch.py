@@ -14,10 +14,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from manylora.config import Attention
 from manylora.errors import ConfigError
 from manylora.kernels.attention_batch import AttentionBatch
-from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.kv_layer import AttentionNeeds, KvLayer
 from manylora.kernels.native.library import NATIVE_DTYPES, native_library
 from manylora.kernels.quantised import Int8Weight, QuantisedWeight
 from manylora.kernels.sgmv import LoraDelta, SgmvOperands
@@ -56,20 +55,6 @@ class Kernels:
     """Makes a layer with weights in 8 or 4 bits; None where there are none."""
     quantised_head: Callable[[Int8Weight], Linear] | None = None
     """Makes a layer of logits with weights in 8 bits, in float32; None where there are none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionNeeds:
-    """What the attention of a model computes, and what is to compute it on a GPU."""
-
-    setting: Attention
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_tokens: int
-    windows: tuple[int | None, ...]
-    """The sliding windows of its layers; None for none."""
-    is_kv_int8: bool
 
 
 def kernels_for(

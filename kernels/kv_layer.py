@@ -1,4 +1,4 @@
-"""The keys and values of a layer in pages, and their form in 8 bits.
+"""The keys and values of a layer in pages, their form in 8 bits, and what attention over them has to compute.
 
 A token's key, or value, of one head has one scale, made of that vector alone. So what is stored of a token does not
 depend on the batch, on the order of steps, or on how its prompt was cut.
@@ -12,10 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.config import Attention
 from manylora.kernels.checks import expect, expect_that
 
 LARGEST = 127
 """Largest magnitude of an element; -128 is not used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """The attention of a model: its sizes, and the setting that chooses what computes it on a GPU."""
+
+    setting: Attention
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    windows: tuple[int | None, ...]
+    """The sliding windows of its layers; None for none."""
+    is_kv_int8: bool
 
 
 @dataclass(slots=True, eq=False)

@@ -16,10 +16,6 @@ from torch import Tensor
 
 from manylora.kernels.checks import expect, expect_that
 
-GROUP_ROWS = 8
-"""Rank rows in a row group, the unit that `SgmvTables.offsets` places."""
-UNIT_BYTES = 256
-"""Offsets count in this many bytes, and rows start at multiples of it."""
 MAX_SLICES = 3
 """Slices a site may have."""
 
@@ -135,8 +131,3 @@ def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -
         expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, device)
         expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
     tiles.checked[key] = arena_elements, tables
-
-
-def row_pitch_units(features: int, element_size: int) -> int:
-    """Units of 256 bytes from one row of `features` elements to the next."""
-    return -(-features * element_size // UNIT_BYTES)

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from urllib.parse import unquote
 
 from manylora.errors import ConfigError
+from manylora.lora_rows import GROUP_ROWS, MAX_RANK
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -32,7 +33,6 @@ Inner = Literal["fifo", "shortest", "slack", "mlfq"]
 
 GIB = 1 << 30
 MIB = 1 << 20
-MAX_RANK_LIMIT = 256
 MAX_SLOTS = 65536
 _BLOB_URL = re.compile(
     r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!*'()-][\w.!*'()-]*)*/?"  # what every S3 takes in a key
@@ -167,11 +167,11 @@ class AdapterConfig:
     with the scope adapters may load all that is below them; when empty, the route loads nothing."""
 
     def __post_init__(self) -> None:
-        is_rank = 8 <= self.max_rank <= MAX_RANK_LIMIT and self.max_rank % 8 == 0
+        is_rank = GROUP_ROWS <= self.max_rank <= MAX_RANK and self.max_rank % GROUP_ROWS == 0
         _require(
             is_rank,
             "adapter.max_rank",
-            f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}",
+            f"a multiple of {GROUP_ROWS}, from {GROUP_ROWS} to {MAX_RANK}",
             self.max_rank,
         )
         _check_bounds("adapter", self, slots=(1, MAX_SLOTS), load_threads=(1, 64))

@@ -1,19 +1,17 @@
-"""How large a page is, and what one KV block looks like inside it. Plain numbers, no torch."""
+"""Size of a page, and layout of one KV block inside it. Plain numbers, no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
+
 PAGE_TOKEN_CHOICES = (16, 32, 64, 128)
 MIN_PAGE_BYTES = 768 * 1024
 MAX_PAGE_BYTES = 2 * 1024 * 1024
-PITCH_BYTES = 256
-"""Rows of LoRA weights inside a page start at multiples of this; table offsets count in it."""
-GROUP_ROWS = 8
-"""Rank rows in a row group, the unit packed into pages."""
 SCALE_BYTES = 4
-"""Of the float32 scale that a token's key or value of one head has where these are int8."""
+"""Bytes of the float32 scale that a token's key or value of one head has, if these are int8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class PageGeometry:
     dtype_bytes: int
     """Bytes of one element of LoRA weights, and of KV cache that is not int8."""
     is_kv_int8: bool = False
-    """Whether keys and values are int8, each token's of each head with a float32 scale."""
+    """True if keys and values are int8, each token's of each head with a float32 scale."""
 
     @property
     def kv_vectors(self) -> int:
@@ -58,11 +56,6 @@ class PageGeometry:
     def pages(self, num_tokens: int) -> int:
         """Pages that hold the KV of `num_tokens` tokens."""
         return self.blocks(num_tokens) * self.num_groups
-
-
-def row_pitch_bytes(features: int, dtype_bytes: int) -> int:
-    """Bytes from one LoRA row of `features` elements to the next: padded to `PITCH_BYTES`."""
-    return -(-features * dtype_bytes // PITCH_BYTES) * PITCH_BYTES
 
 
 def page_geometry(

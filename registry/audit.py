@@ -26,7 +26,6 @@ def add(
     **detail: object,
 ) -> None:
     """Write an entry. `detail` takes JSON values; None is left out."""
-    told = {name: value for name, value in detail.items() if value is not None}
     session.add(
         AuditRow(
             at=now,
@@ -34,7 +33,7 @@ def add(
             action=action,
             tenant=tenant,
             target=target,
-            detail=told,
+            detail={name: value for name, value in detail.items() if value is not None},
         )
     )
 

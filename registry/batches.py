@@ -28,7 +28,7 @@ from manylora.registry.records import Page, UsageEvent
 from manylora.registry.usage import write as usage
 
 KEPT = timedelta(days=30)
-"""How long a file lives, and how long a batch is listed."""
+"""Life of a file, and time for which a batch is listed."""
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that still need their input."""
 Purpose = Literal["batch", "batch_output"]
@@ -185,7 +185,7 @@ _BEFORE = {"in_progress": ("validating",), "finalizing": ("in_progress", "finali
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineResult:
-    """What became of one line."""
+    """Outcome of one line."""
 
     batch_id: str
     line: int

@@ -1,4 +1,4 @@
-"""What the registry returns: frozen records without tables and HTTP bodies. Times are in UTC, with a timezone."""
+"""Answers of the registry: frozen records without tables and HTTP bodies. Times are in UTC, with a timezone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Scope = Literal["infer", "adapters", "usage"]
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
 
 UploadState = Literal["uploading", "ready", "rejected"]
@@ -23,7 +24,7 @@ UploadState = Literal["uploading", "ready", "rejected"]
 Bucket = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant", "adapter", "version", "key", "status", "service_class"]
 ServiceClass = Literal["interactive", "batch"]
-"""Whether a client waits for the request (interactive), or it is a line of a batch. Prices may differ."""
+"""Kind of a request: a client waits for it (interactive), or it is a line of a batch. Prices may differ."""
 RankBy = Literal["requests", "prompt_tokens", "completion_tokens", "total_tokens", "cost"]
 
 VersionWeights = Mapping[int, int]
@@ -59,17 +60,17 @@ class Page(Generic[RecordT]):
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """Which secret was shown, without it."""
+    """Name of the secret that a caller showed, without the secret."""
 
     prefix: str
-    """By which its key is found; empty for the admin key."""
+    """Prefix by which its key is found; empty for the admin key."""
     digest: str
-    """As it is stored."""
+    """Digest as it is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who is calling."""
+    """A caller, as its key says."""
 
     role: Literal["admin", "tenant"]
     tenant_id: str | None
@@ -83,12 +84,12 @@ class Identity:
     tenant_weight: float = 1.0
     key_limits: Limits = UNLIMITED
     credential: Credential | None = field(default=None, repr=False, compare=False)
-    """What it was told by; None where authentication is off."""
+    """Credential that identified the caller; None if authentication is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFacts:
-    """What an upload turned out to be."""
+    """Facts that the check of an upload found."""
 
     digest: str
     """`sha256:<64 hex>` of the canonical content."""
@@ -104,10 +105,10 @@ class VersionFacts:
     """Modules of the base that an adapter could change."""
     parameters: int
     size_bytes: int
-    peft_version: str | None = None
-    """The PEFT that saved it, as its config says; None where it does not, and for versions from before it was kept."""
-    report: Mapping[str, Any] = field(default_factory=dict)
-    """What the check noticed, as JSON types; empty for versions from before there were reports."""
+    peft_version: str | None
+    """The PEFT that saved it, as its config says; None if it does not."""
+    report: Mapping[str, Any]
+    """Report of the check, as JSON types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +119,14 @@ class AdapterVersion(VersionFacts):
     version: int
     created_at: datetime
     held_by: str | None = None
-    """Of an ephemeral version: the server that has its weights in memory. None: they are in the blob store."""
+    """Server that has the weights of an ephemeral version in memory; None if they are in the blob store."""
     expires_at: datetime | None = None
-    """When an ephemeral version is withdrawn; None: not by time."""
+    """Time at which an ephemeral version is withdrawn; None if it has no time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ephemeral:
-    """How long a version lives whose weights are in memory only."""
+    """Life of a version whose weights are in memory only."""
 
     server: str
     """The server that has them; the version goes when that stops."""
@@ -137,7 +138,7 @@ class Ephemeral:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterIdentity:
-    """Which adapter it is: what each request asks for."""
+    """Name and owner of an adapter, which each request needs."""
 
     id: str
     tenant_id: str
@@ -150,7 +151,7 @@ class AdapterIdentity:
     """On how many servers it is pinned; 0 is not pinned."""
 
     def name_for(self, tenant_id: str | None) -> str:
-        """How this tenant calls it: by its name, or as `owner/name`."""
+        """Name by which this tenant calls it: `name`, or `owner/name` of another tenant's."""
         return self.name if tenant_id == self.tenant_id else f"{self.tenant}/{self.name}"
 
     def ref(self, version: AdapterVersion) -> AdapterRef:
@@ -171,13 +172,13 @@ class Adapter(AdapterIdentity):
 
     description: str | None
     aliases: Mapping[str, VersionWeights]
-    """What each alias means; the name without @ means `default`, which may be missing."""
+    """Meaning of each alias; the name without @ means `default`, which may be missing."""
     current: AdapterVersion
     """The version that was asked for; where none was, what `default` means most often, else the latest."""
 
     @property
     def pinned(self) -> bool:
-        """Whether it stays on the device of any server."""
+        """True if it stays on the device of any server."""
         return self.pinned_copies > 0
 
 
@@ -193,13 +194,13 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadDraft:
-    """What an upload in pieces is to become."""
+    """Version to come of an upload in pieces."""
 
     name: str
     description: str | None
     activate: bool
     files: Mapping[str, FileFacts]
-    """By the names that PEFT gives to config and weights."""
+    """Files by the names that PEFT gives to config and weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,19 +212,19 @@ class Upload(UploadDraft):
     tenant: str
     state: UploadState
     result: Mapping[str, Any] | None
-    """How it ended: the adapter's body, or the error."""
+    """End of the upload: the adapter's body, or the error."""
     created_at: datetime
     expires_at: datetime
 
 
 Resolution = tuple[AdapterIdentity, Sequence[tuple[AdapterVersion, int]]]
-"""What a selector means to a caller: an adapter, and versions of it with their weights; one version, unless an alias
+"""Meaning of a selector to a caller: an adapter, and versions of it with their weights; one version, unless an alias
 splits its requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
-    """What no version of any tenant refers to any more after a delete."""
+    """Content that no version of any tenant refers to any more after a delete."""
 
     digests: tuple[str, ...] = ()
     """Content digests that the engine may drop."""
@@ -242,7 +243,7 @@ class UsageEvent:
     id: str
     """Ledger id, minted by the server (`UsageLedger.mint_id`); counted once however often it arrives."""
     at: datetime
-    """When the request ended; decides the bucket."""
+    """End of the request; decides the bucket."""
     tenant_id: str | None
     """None for an admin's own request."""
     tenant: str | None
@@ -258,7 +259,7 @@ class UsageEvent:
     """The client's own id, only echoed; what cannot be stored of it is replaced."""
     endpoint: str
     status: str
-    """How it ended: a finish reason, `aborted`, `error`; `interrupted` when billed from a progress mark; `RETRIED`."""
+    """A finish reason, `aborted`, `error`, `RETRIED`, or `interrupted` if it is billed from a progress mark."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -266,7 +267,7 @@ class UsageEvent:
     ttft_s: float | None = None
     duration_s: float | None = None
     adapter_state: str | None = None
-    """Where the adapter was on arrival: device, host or stored."""
+    """Place of the adapter on arrival: device, host or stored."""
     service_class: ServiceClass = "interactive"
     overrules: bool = False
     """Replaces what another server has recorded under this id: it knows what the client got of a broken answer."""
@@ -286,7 +287,7 @@ class UsageTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """Which usage, and how it is cut."""
+    """Filters, groups and buckets of a question about usage."""
 
     start: datetime
     """The first moment that counts."""
@@ -297,10 +298,10 @@ class UsageQuery:
     zone: ZoneInfo = UTC_ZONE
     group_by: tuple[GroupBy, ...] = ()
     top: int | None = None
-    """So many groups of the whole range have rows, all others one row together in each bucket; then all rows come at
-    once, whatever the limit."""
+    """Number of groups of the whole range that have rows of their own; all others have one row together in each bucket.
+    All rows come at once, whatever the limit."""
     rank_by: RankBy = "total_tokens"
-    """Which groups are the top ones; total tokens are prompt and completion tokens."""
+    """Figure that orders the groups; total tokens are prompt and completion tokens."""
     tenant_id: str | None = None
     """Only this tenant's usage; always set it for a tenant's own query."""
     adapters: tuple[str, ...] = ()
@@ -341,19 +342,19 @@ class UsageReport:
     rows: tuple[UsageRow, ...]
     totals: UsageTotals
     groups: int | None
-    """How many groups the range has; None without grouping."""
+    """Number of groups of the range; None without grouping."""
     next: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyFigures:
-    """How requests began."""
+    """Times to the first token of requests, and places of their adapters."""
 
     requests: int
     states: Mapping[str, int]
     """Requests by where their adapter was on arrival: device, host, stored; or base, or unknown."""
     hit_rate: float | None
-    """Of the requests whose adapter was somewhere, the share that found it on the device; None for none."""
+    """Part of the requests with an adapter that found it on the device; None without such requests."""
     ttft_s: Mapping[str, float] | None
     """Percentiles of the time to the first token (p50, p95, p99), in seconds; None where no request had one."""
 

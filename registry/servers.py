@@ -18,10 +18,11 @@ from sqlalchemy import delete, select
 from manylora.registry.db.clock import from_micros
 from manylora.registry.db.database import Database, database_us, insert_into
 from manylora.registry.db.models import ServerRow
+from manylora.registry.records import to_record
 
 BEAT_S = 5.0
 GONE = timedelta(seconds=30)
-"""Time without a beat after which a server is not listed any more."""
+"""Time without a beat after which a server is no longer listed."""
 Role = Literal["gateway", "replica"]
 State = Literal["ready", "draining"]
 
@@ -75,17 +76,17 @@ class Servers:
 
     async def listed(self, role: Role | None = None) -> list[Server]:
         """The servers with a recent beat, by name."""
-        rows, fields = select(ServerRow).order_by(ServerRow.name), Server.__dataclass_fields__
+        rows = select(ServerRow).order_by(ServerRow.name)
         if role is not None:
             rows = rows.where(ServerRow.role == role)
         async with self.database.read() as session:
             since = from_micros(await database_us(session)) - GONE
             found = await session.scalars(rows.where(ServerRow.seen_at >= since))
-            return [Server(**{name: getattr(row, name) for name in fields}) for row in found]
+            return [to_record(Server, row) for row in found]
 
 
 def server_name(data_dir: Path) -> str:
-    """This server's name, made at the first start. Only one process at a time uses the folder."""
+    """Name of this server, made at the first start. Only one process at a time uses the folder."""
     path = data_dir / "server-id"
     if not path.exists():
         temporary = path.with_suffix(".new")

@@ -1,4 +1,4 @@
-"""Prints what the engine reaches of each goal of fairness, in virtual time; scripts/fairness-goals calls it."""
+"""Prints the figures that the engine reaches of each goal of fairness, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints what the router of many servers reaches in virtual time, beside one that knows loads only, and its own time.
+"""Prints the figures of the router of many servers in virtual time, beside one that knows loads only, and times it.
 
 docs/cluster.md has the table. Run it with `PYTHONPATH=tests/support`; `--time-only` leaves out the table.
 """

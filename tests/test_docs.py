@@ -25,6 +25,7 @@ INSIDE_THE_MAP = {
         "registry/db/migrations/versions",
     ),
     *("manylora/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
+    *("engine/model/checkpoint", "engine/model/formats"),
 }
 """Packages whose parent's row speaks for them."""
 DOCUMENTS = [

@@ -31,10 +31,10 @@ PART_BYTES = 8 << 20
 PARTS_AT_ONCE = 4
 CONNECT_S = 5.0
 REQUEST_S = 30.0
-"""Limit of a request, and of the time after which a failed one is not tried again."""
+"""Time limit of a request, and of all tries of it together."""
 RETRIES = 3
 DOWN_S = 5.0
-"""After S3 gave no answer, nothing else waits for it for as long."""
+"""Seconds after a request without an answer in which nothing else is asked of S3."""
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _KIND = re.compile(r"kind: (\w{1,64})")
@@ -122,7 +122,8 @@ class Bucket:
         Raises:
             ConfigError: S3 refuses, and why.
         """
-        key, content = f"probe/{secrets.token_hex(16)}", secrets.token_bytes(16)
+        key = f"probe/{secrets.token_hex(16)}"
+        content = secrets.token_bytes(16)
         with self._asking(is_probe=True):
             obstore.put(self._store, key, content)
             is_same = obstore.get(self._store, key).bytes() == content
@@ -163,7 +164,10 @@ class Bucket:
 
 
 def reason_of(error: Exception) -> tuple[str, bool]:
-    """What went wrong in a word or two, and whether S3 said so, which it would do again."""
+    """A short reason, and True if it is an answer of S3, which would come again.
+
+    obstore says both only in its text: its errors have no fields, and most are a GenericError. No other place reads it.
+    """
     text = str(error)
     code, status, kind = (
         found and found[1] for found in (part.search(text) for part in (_CODE, _STATUS, _KIND))

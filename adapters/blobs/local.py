@@ -3,6 +3,9 @@
 Layout below the root, all folders 0700: `sha256/ab/cd/<64 hex>` and `tmp/`. Names are computed here and never taken
 from a client. Every open is relative to a folder that was itself opened without following links. Knows nothing of
 what a blob means, or what refers to it.
+
+The folder is not kept by obstore's LocalStore, which S3 could share: that returns from a write before the bytes are on
+disk, follows links, and has no errors for a full or read-only disk. obstore is also an extra that only S3 needs.
 """
 
 from __future__ import annotations
@@ -17,19 +20,24 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manylora.errors import AdapterUnavailableError, CapacityError
 
+if TYPE_CHECKING:
+    from manylora.adapters.blobs.bucket import Bucket
+
 PIECE_BYTES = 1 << 20
-"""Read and hashed in one go: about a millisecond."""
+"""Most bytes that are read and hashed in one go: about a millisecond."""
 REST_BYTES = 1 << 14
-"""The same for what follows the last byte that was asked for, which is mostly nothing."""
+"""Most bytes that `verify` reads in one go. It mostly finds none."""
 PROBE_BYTES = 1 << 12
-"""Written to see whether the disk takes anything: a quota is not in its free space."""
+"""Bytes written to see if the disk takes any: a quota is not in its free space."""
 CORRUPT = "adapter_blob_corrupt"
 """Error code for bytes that do not have their digest."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a full disk or a used up quota."""
 _PASSING = frozenset(
     {
         errno.EROFS,
@@ -42,6 +50,7 @@ _PASSING = frozenset(
         errno.ESTALE,
     }
 )
+"""Other errors that an operator can repair while the server runs."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -63,7 +72,7 @@ class BlobWriter:
 
     @property
     def path(self) -> Path:
-        """The temporary file; everything written so far can be read from it."""
+        """Place of the temporary file, from which all bytes written before can be read."""
         return self._blobs.root / "tmp" / self._name
 
     def write(self, chunk: bytes | bytearray | memoryview) -> None:
@@ -81,7 +90,7 @@ class BlobWriter:
         return self._hash.hexdigest()
 
     def prepare(self) -> None:
-        """Do the slow part of `commit` beforehand, outside the transaction that publishes: everything but the rename.
+        """Do the slow part of `commit` beforehand, outside the transaction that publishes: all but the rename.
 
         Raises:
             CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
@@ -192,7 +201,8 @@ class LocalBlobs:
     Methods that take a digest raise ValueError when it is not 64 lower-case hex digits.
     """
 
-    bucket = None
+    bucket: Bucket | None = None
+    """Bucket of the blobs, if this is a folder of copies."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
@@ -214,7 +224,7 @@ class LocalBlobs:
         return BlobWriter(self)
 
     def path(self, sha256: str) -> Path:
-        """Where a blob lies or would lie."""
+        """Place of a blob, which need not exist."""
         return self.root.joinpath(*parents(sha256), sha256)
 
     @contextlib.contextmanager
@@ -232,7 +242,7 @@ class LocalBlobs:
             yield BlobReader(fd, sha256, pause)
 
     def peek(self, sha256: str, num_bytes: int) -> tuple[bytes, int]:
-        """The first bytes of a blob, not checked against its digest, and the size of all of it.
+        """Read the beginning of a blob, unchecked against its digest, and its size.
 
         Raises:
             AdapterUnavailableError: Missing (adapter_blob_missing), or not even a file (adapter_blob_corrupt).
@@ -289,7 +299,7 @@ class LocalBlobs:
             writer.write(bytes(PROBE_BYTES))
 
     def reach(self) -> None:
-        """A folder is always there."""
+        """Return if blobs can be deleted, which in a folder is always so."""
 
     def probe(self) -> None:
         """Make sure that blobs can be stored; raises CapacityError when the disk is full (code storage.full)."""
@@ -351,11 +361,11 @@ def _folder(root: Path, names: Sequence[str]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def disk_trouble_is_capacity() -> Iterator[None]:
-    """Turn what may pass into a CapacityError: with code storage.full for a full disk, else storage.unavailable."""
+    """Turn errors of the disk into a CapacityError: storage.full, or storage.unavailable for others that may pass."""
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             message = "The adapter store's disk is full; try again once space was freed."
             raise CapacityError(message, retry_after_s=30.0, code="storage.full") from error
         if error.errno not in _PASSING:

@@ -31,14 +31,16 @@ class MemoryWriter(BlobWriter):
             raise InvalidRequestError(
                 "Ephemeral versions need a server on Linux.", param="ephemeral"
             )
-        self._memory, self._owner, self._most_bytes = blobs, owner, most_bytes
+        self._memory = blobs
+        self._owner = owner
+        self._most_bytes = most_bytes
         self._hash = hashlib.sha256()
         self.size = 0
         self._fd = os.memfd_create("manylora", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     @property
     def path(self) -> Path:
-        """Where processes of this user open it, as long as it is neither discarded nor deleted."""
+        """Path at which processes of this user open it, until it is discarded or deleted."""
         return _path(self._fd)
 
     def write(self, chunk: bytes | bytearray | memoryview) -> None:
@@ -70,18 +72,18 @@ class MemoryWriter(BlobWriter):
 
 
 class MemoryPlace(NamedTuple):
-    """Where a blob is open."""
+    """A descriptor of this process that has a blob open."""
 
     path: str
     inode: int
-    """Of the file: a descriptor's number is given to others once it is closed."""
+    """Inode of the file: the number of a closed descriptor is given to others."""
 
 
 class MemoryBlobs:
     """The blobs that this process has in memory. Thread-safe.
 
     Args:
-        most_bytes: Of all of them, those being written included.
+        most_bytes: Limit of the size of all of them, those being written included.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -91,7 +93,7 @@ class MemoryBlobs:
         """Descriptor and owner."""
         self._owned = Counter[str]()
         self.num_bytes = 0
-        """Of all blobs, those being written included."""
+        """Size of all blobs, those being written included."""
 
     def __contains__(self, sha256: str) -> bool:
         return sha256 in self._blobs
@@ -100,8 +102,8 @@ class MemoryBlobs:
         """Start a new blob.
 
         Args:
-            owner: To whom the bytes count; those that two owners have count to the first.
-            most_bytes: Of all blobs of the owner; None leaves the limit of all blobs alone.
+            owner: The bytes count to it; those that two owners have count to the first.
+            most_bytes: Limit of all blobs of the owner; None is only the limit of all blobs.
 
         Raises:
             InvalidRequestError: This system has no memory files.
@@ -109,7 +111,7 @@ class MemoryBlobs:
         return MemoryWriter(self, owner, self.most_bytes if most_bytes is None else most_bytes)
 
     def reserve(self, num_bytes: int, owner: str, most_bytes: int) -> None:
-        """Count bytes that an owner writes, who may have `most_bytes`.
+        """Count bytes that an owner writes, which may have at most `most_bytes`.
 
         Raises:
             CapacityError: There would be more than there may be (code storage.full).
@@ -156,7 +158,7 @@ class MemoryBlobs:
         self.keep(sha256, fd, "")
 
     def place(self, sha256: str) -> MemoryPlace | None:
-        """Where processes of this user open a blob until it is deleted; None where it is not here."""
+        """The place at which processes of this user open a blob until it is deleted; None if it is not here."""
         fd, _ = self._blobs.get(sha256, (None, None))
         return None if fd is None else MemoryPlace(str(_path(fd)), os.fstat(fd).st_ino)
 

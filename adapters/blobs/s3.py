@@ -14,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from manylora.adapters.blobs import local
 from manylora.adapters.blobs.bucket import PART_BYTES, Bucket
@@ -32,8 +33,8 @@ _OBJECT = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
 class S3Writer(local.BlobWriter):
     """Writes one blob to a temporary file beside the copies, until S3 has all of it."""
 
-    def __init__(self, blobs: S3Blobs, cache: local.LocalBlobs) -> None:
-        super().__init__(cache)
+    def __init__(self, blobs: S3Blobs) -> None:
+        super().__init__(blobs)
         self._s3 = blobs
         self._sent: str | None = None
 
@@ -44,34 +45,36 @@ class S3Writer(local.BlobWriter):
 
     def commit(self) -> str:
         """Make sure that S3 has the blob, and keep the file as a copy."""
+        digest = self.sha256()
         # What was sent before may have been deleted meanwhile, as a blob that no version refers to.
-        if (
-            self._sent != (digest := self.sha256())
-            or self._s3.bucket.size(_key(digest)) != self.size
-        ):
+        if self._sent != digest or self._s3.bucket.size(_key(digest)) != self.size:
             self.prepare()
         self._s3.make_room(self.size)
         return super().commit()
 
 
-class S3Blobs:
-    """Blobs in a bucket. Thread-safe; several servers may share the bucket, one machine's processes the cache.
+class S3Blobs(local.LocalBlobs):
+    """A bucket of blobs, and a folder of copies.
+
+    Several servers may share the bucket, and processes of one machine the folder.
 
     Args:
         bucket: Where objects lie.
-        cache: Where copies and unfinished blobs lie.
+        cache: Folder of copies and unfinished blobs.
         cache_bytes: Most bytes of copies; one that is larger is kept alone, until there is another.
     """
 
-    def __init__(self, bucket: Bucket, *, cache: local.LocalBlobs, cache_bytes: int) -> None:
+    bucket: Bucket
+
+    def __init__(self, bucket: Bucket, *, cache: Path, cache_bytes: int) -> None:
+        super().__init__(cache)
         self.bucket = bucket
-        self._cache = cache
         self._cache_bytes = cache_bytes
         self._fetching = [threading.Lock() for _ in range(FETCH_LOCKS)]
 
-    def create(self) -> local.BlobWriter:
+    def create(self) -> S3Writer:
         """Start a new blob."""
-        return S3Writer(self, self._cache)
+        return S3Writer(self)
 
     @contextlib.contextmanager
     def open(
@@ -83,13 +86,13 @@ class S3Blobs:
                 yield self._open_copy(stack, sha256, pause)
         except AdapterUnavailableError as error:
             if error.code == local.CORRUPT:
-                self._cache.delete(sha256)
+                super().delete(sha256)
             raise
 
     def peek(self, sha256: str, num_bytes: int) -> tuple[bytes, int]:
-        """The first bytes and the size, of the copy or else of the object; no copy is made."""
+        """Read the beginning of a blob, and its size, from the copy or else from the object; no copy is made."""
         try:
-            return self._cache.peek(sha256, num_bytes)
+            return super().peek(sha256, num_bytes)
         except AdapterUnavailableError:
             first, size = self._get(sha256, 0, num_bytes)
             return bytes(first), size
@@ -99,7 +102,7 @@ class S3Blobs:
         key = _key(sha256)
         was_there = self.bucket.size(key) is not None
         self.bucket.delete(key)
-        self._cache.delete(sha256)
+        super().delete(sha256)
         return was_there
 
     def digests(self) -> Iterator[str]:
@@ -113,15 +116,7 @@ class S3Blobs:
                 yield match[3]
             else:
                 young.add(match[3])
-        yield from (sha256 for sha256 in self._cache.digests() if sha256 not in young)
-
-    def sweep(self, max_age_s: float) -> int:
-        """Remove temporary files of crashed writers."""
-        return self._cache.sweep(max_age_s)
-
-    def check_room(self, num_bytes: int) -> None:
-        """Return if a blob of this size can be written beside the copies; raises CapacityError as `LocalBlobs` does."""
-        self._cache.check_room(num_bytes)
+        yield from (sha256 for sha256 in super().digests() if sha256 not in young)
 
     def reach(self) -> None:
         """Return if S3 answers; raises CapacityError (storage.unavailable) where it does not."""
@@ -137,17 +132,17 @@ class S3Blobs:
         self.bucket.probe("sha256")
 
     def make_room(self, num_bytes: int) -> None:
-        """Remove copies, those used longest ago first, until as many bytes more may lie in the cache."""
+        """Remove copies, those used longest ago first, until `num_bytes` more bytes may lie in the folder."""
         copies = []
-        for sha256 in self._cache.digests():
+        for sha256 in super().digests():
             with contextlib.suppress(FileNotFoundError):
-                found = self._cache.path(sha256).stat()
+                found = self.path(sha256).stat()
                 copies.append((found.st_mtime, found.st_size, sha256))
         excess = sum(size for _, size, _ in copies) + num_bytes - self._cache_bytes
         for _, size, sha256 in sorted(copies):
             if excess <= 0:
                 break
-            self._cache.delete(sha256)  # a reader that has it open can read on
+            super().delete(sha256)  # a reader that has it open can read on
             excess -= size
 
     def _open_copy(
@@ -155,23 +150,23 @@ class S3Blobs:
     ) -> local.BlobReader:
         for _ in range(FETCHES):
             try:
-                blob = stack.enter_context(self._cache.open(sha256, pause))
+                blob = stack.enter_context(super().open(sha256, pause))
             except AdapterUnavailableError as error:
                 if error.code == local.CORRUPT:
                     raise
                 self._fetch(sha256, pause)
             else:
                 with contextlib.suppress(FileNotFoundError):
-                    os.utime(self._cache.path(sha256))
+                    os.utime(self.path(sha256))
                 return blob
         raise self.bucket.unavailable()  # others needed the room each time, before it could be opened
 
     def _fetch(self, sha256: str, pause: Callable[[], None]) -> None:
         """Make a copy, unless another thread just did."""
         with self._fetching[int(sha256, 16) % FETCH_LOCKS]:
-            if self._cache.path(sha256).exists():
+            if self.path(sha256).exists():
                 return
-            with self._cache.create() as writer:
+            with super().create() as writer:
                 while True:
                     part, size = self._get(sha256, writer.size, PART_BYTES)
                     for start in range(0, len(part), local.PIECE_BYTES):

@@ -29,9 +29,9 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
     Raises:
         ConfigError: `registry.blob_url` names S3, and obstore is not installed or does not take the AWS_... variables.
     """
-    folder = LocalBlobs(registry.blob_dir(data_dir))
+    folder = registry.blob_dir(data_dir)
     if registry.s3_place is None:
-        return folder
+        return LocalBlobs(folder)
     try:
         from manylora.adapters.blobs.bucket import Bucket
         from manylora.adapters.blobs.s3 import S3Blobs
@@ -62,5 +62,5 @@ def read_pieces(blobs: BlobStore, sha256: str) -> Generator[bytes, None, None]:
 
 
 def may_lack_tls() -> bool:
-    """Whether the environment names an endpoint of S3 without TLS, which nothing else allows."""
+    """Return True if the environment names an endpoint of S3 without TLS, which nothing else allows."""
     return next(filter(None, map(environment().get, _ENDPOINTS)), "").startswith("http://")

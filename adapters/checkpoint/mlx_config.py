@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
-from manylora.adapters.checkpoint.peft_fields import UNUSED, field_names, is_one_of
-from manylora.strict_json import named, shown
+from manylora.adapters.checkpoint.peft_fields import check_unknown, field_names
+from manylora.strict_json import shown
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
 _KNOWN_FIELDS = field_names("""
@@ -19,12 +19,12 @@ _KNOWN_FIELDS = field_names("""
     clear_cache_threshold mask_prompt prompt_feature completion_feature text_feature chat_feature wandb report_to
     project_name lora_parameters rank scale alpha dropout keys
 """)
-"""What `as_peft` reads, and settings of the run without effect on the adapter: the tensors tell which layers and
-modules were trained."""
+"""Fields that `as_peft` reads, and settings of the run without effect on the adapter: the tensors tell which layers
+and modules were trained."""
 
 
 def is_mlx(config: Mapping[str, object]) -> bool:
-    """Whether the config is one of mlx-lm, not of PEFT."""
+    """Return True if the config is one of mlx-lm, not of PEFT."""
     return "peft_type" not in config and not config.keys().isdisjoint(
         {"fine_tune_type", "lora_parameters"}
     )
@@ -63,9 +63,6 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
         message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."
         refuse("config.value_invalid", message, "lora_parameters", _AS_WRITTEN)
     for name, value in [*parameters.items(), *config.items()]:
-        if name not in _KNOWN_FIELDS and not is_one_of(value, UNUSED):
-            what = f"The field {shown(name)} of mlx-lm is not known"
-            message = f"{what}, so {shown(value)} might change what the adapter computes."
-            hint = "Remove it if it does not, as where only the training needed it."
-            refuse_unsupported("config.field_unknown", message, named(name), hint)
+        if name not in _KNOWN_FIELDS:
+            check_unknown(name, value, " of mlx-lm")
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale}

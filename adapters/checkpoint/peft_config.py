@@ -40,7 +40,7 @@ MAX_DEPTH = 16
 MAX_STRING_LENGTH = 4096
 MAX_PATTERN_KEYS = 1024
 MAX_REGEXES = 64
-"""Keys of a pattern that are regular expressions."""
+"""Most keys of a pattern that are regular expressions."""
 MAX_SCALING = 64.0
 MIN_SCALING = 1e-8
 DEFAULT_ALPHA = 8
@@ -51,7 +51,7 @@ Number = TypeVar("Number", int, float)
 _AS_SAVED = "Upload the adapter_config.json that PEFT's save_pretrained wrote, unchanged."
 _SWAPPED = "Upload the weights as the weights, and PEFT's adapter_config.json as the config."
 _LENGTH_BYTES = 8
-"""What a safetensors file begins with, before its JSON."""
+"""Bytes of a safetensors file before its JSON."""
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _TRANSFORMERS_MODULE = re.compile(
     r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}"
@@ -186,7 +186,11 @@ def _check_peft_type(config: Mapping[str, object]) -> None:
         message = "adapter_config.json lacks peft_type: it is the config.json of a whole model."
         hint = "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights."
         refuse("config.field_missing", message, "peft_type", hint)
-    peft_type = _required(config, "peft_type")
+    peft_type = config.get("peft_type")
+    if peft_type is None:
+        message = "adapter_config.json lacks peft_type, which PEFT always writes."
+        hint = "Save the adapter again with PEFT's save_pretrained, which writes peft_type."
+        refuse("config.field_missing", message, "peft_type", hint)
     if peft_type != "LORA":
         message = f'peft_type must be "LORA", got {shown(peft_type)}.'
         refuse_unsupported("config.peft_type_unsupported", message, "peft_type", "Retrain as LoRA.")
@@ -199,19 +203,6 @@ def _check_task_type(value: object) -> None:
         )
         hint = "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text."
         refuse_unsupported("config.task_type_unsupported", message, "task_type", hint)
-
-
-def _required(config: Mapping[str, object], name: str) -> object:
-    value = config.get(name)
-    if value is None:
-        hint = f"Save the adapter again with PEFT's save_pretrained, which writes {name}."
-        refuse(
-            "config.field_missing",
-            f"adapter_config.json lacks {name}, which PEFT always writes.",
-            name,
-            hint,
-        )
-    return value
 
 
 def _check_field(name: str, value: object) -> None:
@@ -233,18 +224,13 @@ def _check_field(name: str, value: object) -> None:
     elif name == "lora_dropout":
         if type(value) not in (int, float, type(None)):
             _refuse_value(name, f"a number, got {shown(value)}")
-    elif (
-        name not in peft_fields.READ_FIELDS
-        and name not in peft_fields.INERT_FIELDS
-        and not peft_fields.is_one_of(value, peft_fields.UNUSED)
-    ):
-        message = f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes."
-        hint = "Remove it if it does not, as where only the training needed it."
-        refuse_unsupported("config.field_unknown", message, named(name), hint)
+    elif name not in peft_fields.READ_FIELDS and name not in peft_fields.INERT_FIELDS:
+        peft_fields.check_unknown(name, value)
 
 
 def _check_initialisation(value: object) -> None:
-    field, name = "init_lora_weights", value.lower() if isinstance(value, str) else ""
+    field = "init_lora_weights"
+    name = value.lower() if isinstance(value, str) else ""
     if value is None or isinstance(value, bool) or name in peft_fields.INITIALISATIONS:
         return
     if name.startswith(peft_fields.BASE_CHANGING_INITIALISATIONS):
@@ -337,11 +323,21 @@ def _matcher(name: str, key: str) -> Matcher | None:
     try:
         return matcher(key)
     except InvalidKeyError as error:
-        message, hint = _wrong_key(name, key, error), "PEFT cannot load it either: correct the key."
-        refuse("config.pattern_invalid", message, named(f"{name}[{key}]"), hint)
+        hint = "PEFT cannot load it either: correct the key."
+        refuse(
+            "config.pattern_invalid",
+            _wrong_key(name, key, error),
+            named(f"{name}[{key}]"),
+            hint,
+        )
     except UnsupportedKeyError as error:
-        message, hint = _wrong_key(name, key, error), "Name the modules in a simpler way."
-        refuse_unsupported("config.pattern_unsupported", message, named(f"{name}[{key}]"), hint)
+        hint = "Name the modules in a simpler way."
+        refuse_unsupported(
+            "config.pattern_unsupported",
+            _wrong_key(name, key, error),
+            named(f"{name}[{key}]"),
+            hint,
+        )
 
 
 def _check_number(name: str, regexes: int) -> None:

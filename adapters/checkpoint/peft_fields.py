@@ -1,4 +1,4 @@
-"""What the fields of PEFT's `adapter_config.json` mean to Manylora, as tables. Covers PEFT 0.2 to 0.21.
+"""Tables of the fields of PEFT's `adapter_config.json`, as Manylora takes them. Covers PEFT 0.2 to 0.21.
 
 A field is one of three: read (`adapter_config` interprets it), inert (it has no effect on an adapter that is already
 trained), or a feature, which must have one of its neutral values, PEFT's own defaults among them. Run
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.findings import refuse_unsupported
+from manylora.strict_json import named, shown
 
 UNUSED: tuple[object, ...] = (None, False, "", [], {})
 """Values of an unknown field that cannot change anything."""
@@ -105,15 +107,28 @@ FEATURES = {
 
 
 def is_model_config(config: Mapping[str, object]) -> bool:
-    """Whether it is the `config.json` of a model, which people take for the adapter's."""
+    """Return True for the `config.json` of a model, which people take for the adapter's."""
     return "peft_type" not in config and not config.keys().isdisjoint(
         {"model_type", "architectures"}
     )
 
 
 def is_one_of(value: object, choices: tuple[object, ...]) -> bool:
-    """Whether `value` is one of these, compared with their types: 0 is not False."""
+    """Return True if `value` is one of these, compared with their types: 0 is not False."""
     return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def check_unknown(name: str, value: object, of: str = "") -> None:
+    """Refuse a field that is in no table, unless its value cannot change anything.
+
+    Raises:
+        AdapterIncompatibleError: It might change the result; code config.field_unknown.
+    """
+    if not is_one_of(value, UNUSED):
+        what = f"The field {shown(name)}{of} is not known"
+        message = f"{what}, so {shown(value)} might change what the adapter computes."
+        hint = "Remove it if it does not, as where only the training needed it."
+        refuse_unsupported("config.field_unknown", message, named(name), hint)
 
 
 MAX_KEY_LENGTH = 256
@@ -124,7 +139,7 @@ _HEADS = ("", *_LAYERS, "language_model.model.layers.")
 
 
 def is_literal_path(key: str) -> bool:
-    """Whether the key names modules by letters, digits, underscores and dots alone, and means so in PEFT too."""
+    """Return True if the key names modules by letters, digits, underscores and dots alone, and does so in PEFT too."""
     return len(key) <= MAX_KEY_LENGTH and _KEY.fullmatch(key) is not None and not _is_ambiguous(key)
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manylora.adapters.base_shape import BaseShape
-from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
+from manylora.memory.geometry import PageGeometry
 
 LAYOUT_VERSION = 1
 ENTRY_BYTES = 4

@@ -21,7 +21,8 @@ import torch
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.checkpoint.reader import Checkpoint, LoraTensor
 from manylora.adapters.lora.layout import PART_A, PART_B, LoraLayout
-from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
+from manylora.memory.geometry import PageGeometry
 
 READ_BYTES = 1 << 18
 """Small tensors are read together up to this size, in bytes; read and copies take some tenths of a millisecond."""

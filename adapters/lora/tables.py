@@ -13,7 +13,8 @@ import torch
 
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.lora.layout import LoraLayout
-from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES
+from manylora.memory.geometry import PageGeometry
 
 MAX_OFFSET = 2**31 - 1
 

@@ -19,7 +19,7 @@ from manylora.engine.core import EngineCore
 from manylora.engine.execution import runner
 from manylora.engine.execution.batch import build_batch
 from manylora.engine.execution.sampler import Sampler
-from manylora.engine.model import weights
+from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.decoder import Decoder
 from manylora.engine.model.linear import Linear, make_head, make_linear
 from manylora.kernels.dispatch import Kernels, kernels_for

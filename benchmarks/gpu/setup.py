@@ -32,9 +32,9 @@ from manylora.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from manylora.engine.model import weights as weights_module
+from manylora.engine.model.checkpoint import weights as weights_module
+from manylora.engine.model.checkpoint.weights import _Checkpoint
 from manylora.engine.model.spec import expected_tensors
-from manylora.engine.model.weights import _Checkpoint
 
 N = TypeVar("N", int, float)
 TINY = ModelShape("tiny", num_layers=2, hidden=64, intermediate=160, num_heads=4, num_kv_heads=2)

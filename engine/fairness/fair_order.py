@@ -5,9 +5,9 @@ counter goes first. This is the virtual token counter of Sheng et al., "Fairness
 (arXiv:2401.00588), at three levels, so that a tenant with a hundred adapters has one share. It differs from the paper
 in three ways:
 
-* Rows count. The place of a share is its counter plus one `quantum` of units for each row that it has in the step. So
-  tenants that always have requests waiting divide the rows of every step, instead of taking whole steps in turns.
-* A row changes hands only when the places of two shares are more than a quantum apart. So it changes hands once per
+* Rows count. The position of a share is its counter plus one `quantum` of units for each row that it has in the step.
+  So tenants that always have requests waiting divide the rows of every step, instead of taking whole steps in turns.
+* A row changes hands only when the positions of two shares are more than a quantum apart. So it changes hands once per
   quantum and not in every step, and requests of one adapter stay together. Requests that lost their rows are stopped.
   The more are stopped, the longer a quantum is. With half as many stopped as the step has rows, turns end: requests
   that have begun are finished before others begin.

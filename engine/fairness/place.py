@@ -13,6 +13,8 @@ from manylora.engine.request import FlowKey
 class RequestCost:
     """Work of one request, expected and charged. Units are those of `manylora.engine.fairness.prices`."""
 
+    tenant: str
+    """Id of the tenant that pays."""
     adapter: str | None
     """Digest of its adapter; None is the base model."""
     rank: int = 0

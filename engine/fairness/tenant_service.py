@@ -163,7 +163,7 @@ class TenantService:
                 units += cost.load_units
             if cost.rank:
                 units += prices.rank * cost.rank / num_users[cost.adapter]
-            tenant = self.tenants[place.key.tenant]
+            tenant = self.tenants[cost.tenant]
             tenant.tokens += num_tokens
             tenant.service += units
             charges.append((place, units))
@@ -173,7 +173,7 @@ class TenantService:
         """Charge the load that a request caused which leaves before it ran."""
         cost = place.cost
         cost.owes_load = False
-        self.tenants[place.key.tenant].service += cost.load_units
+        self.tenants[cost.tenant].service += cost.load_units
         return [(place, cost.load_units)]
 
     def note_step(self, units: float, seconds: float, is_full: bool) -> None:

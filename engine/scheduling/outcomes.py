@@ -30,6 +30,7 @@ class Outcomes:
         self._table = table
         self._limits = limits
         self._lengths = table.service.lengths
+        self._page_tokens = table.kv.geometry.page_tokens
         self._outbox: list[RequestOutput] = []
         self.searches: dict[str, BeamSearch] = {}
         """Beam searches by the client's request id."""
@@ -66,11 +67,12 @@ class Outcomes:
 
     def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
         """Take in the result of a chunk of a request."""
-        state.cursor.end(chunk)
+        num_full = (chunk.start + len(chunk.token_ids)) // self._page_tokens
+        goes_on = state.status == "running" and state.beam is None
+        state.cursor.end(chunk, result.token_id if goes_on else None)
         if result.is_non_finite or result.failure is not None:
             self.finish(state.request_id, "error", result.failure or NON_FINITE)
             return
-        num_full = (chunk.start + len(chunk.token_ids)) // state.pages.geometry.page_tokens
         output = _output(state, chunk, result, self._limits) if state.beam is None else None
         if num_full != len(state.pages.held) and state.status == "running":
             self._table.kv.publish(state, num_full)
@@ -115,8 +117,6 @@ def _output(
         )
         return _ended(state, "length") if is_all else None
     state.output_token_ids.append(token_id)
-    if state.status == "running":
-        state.cursor.go_on(chunk, token_id)
     output = RequestOutput(request_id=state.request_id, token_ids=[token_id])
     if result.logprobs is not None:
         output.logprobs = [result.logprobs]

@@ -40,7 +40,7 @@ from manylora.engine.scheduling.chunks import Chunks
 from manylora.engine.scheduling.first_output import FirstOutput
 from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.outcomes import Outcomes
-from manylora.engine.scheduling.plan import Chunk, ChunkResult, PlanBuilder, StepPlan
+from manylora.engine.scheduling.plan import ChunkResult, PlanBuilder, StepPlan
 from manylora.engine.scheduling.preemption import Preemption
 from manylora.engine.scheduling.request_limits import ModelLimits, check_limits
 from manylora.engine.scheduling.request_pages import RequestPages
@@ -255,30 +255,23 @@ class Scheduler:
         Raises:
             EngineError: The results are not those of the plan; nothing was committed.
         """
-        live: list[RequestState] = []
-        computed: list[tuple[FairPlace, Chunk]] = []
-        yielded: list[ChunkResult] = []
-        requests = self.table.requests
-        is_fitting = len(plan.chunks) == len(results)
-        for chunk, result in zip(plan.chunks, results, strict=False):
-            is_fitting &= chunk.request_id == result.request_id
-            state = requests.get(chunk.request_id)
-            if (
-                state is not None
-                and (in_flight := state.cursor.in_flight)
-                and in_flight[0] is chunk
-            ):
-                live.append(state)
-                computed.append((state.place, chunk))
-                yielded.append(result)
-        if not is_fitting:
+        chunks = plan.chunks
+        if [chunk.request_id for chunk in chunks] != [result.request_id for result in results]:
             raise EngineError(
-                f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them"
+                f"step {plan.step} has {len(chunks)} chunks, and results that do not fit them"
             )
-        charges = self.table.service.charge(computed)
+        requests = self.table.requests
+        live = [
+            (state, chunk, result)
+            for chunk, result in zip(chunks, results, strict=True)
+            if (state := requests.get(chunk.request_id)) is not None
+            and (in_flight := state.cursor.in_flight)
+            and in_flight[0] is chunk
+        ]
+        charges = self.table.service.charge([(state.place, chunk) for state, chunk, _ in live])
         self.table.order.charge(charges)
         self._last_units = sum(units for _, units in charges)
-        for state, (_, chunk), result in zip(live, computed, yielded, strict=True):
+        for state, chunk, result in live:
             self._outcomes.advance(state, chunk, result)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
@@ -398,6 +391,7 @@ class Scheduler:
         adapter = request.adapter
         service = self.table.service
         cost = RequestCost(
+            tenant=flow.tenant,
             adapter=adapter.digest if adapter else None,
             rank=adapter.config.rank if adapter else 0,
             num_prompt=len(request.prompt_token_ids),

@@ -47,26 +47,31 @@ class StepCursor:
         if sample is not None and sample.output_index + 1 < self.max_tokens:
             self.num_coming = num_coming + 1
 
-    def end(self, chunk: Chunk) -> None:
-        """Take the oldest chunk in flight out: its results are known."""
-        del self.in_flight[0]
-        if self.num_coming and chunk.sample is not None:
-            self.num_coming -= 1
+    def end(self, chunk: Chunk, token_id: int | None) -> None:
+        """Take out the oldest chunk in flight, and turn it into the next chunk if that is one token in the same page.
 
-    def go_on(self, chunk: Chunk, token_id: int) -> None:
-        """Make of the chunk that sampled a token the chunk of the next one, if it can be made without the next plan.
-
-        Making hundreds of chunks in each step takes longer than all else that a plan decides, and has the garbage
+        To make hundreds of chunks in each step takes longer than all other decisions of a plan, and has the garbage
         collector look at each.
+
+        Args:
+            chunk: The oldest chunk in flight; its results are known.
+            token_id: The sampled token, if the request keeps its pages and goes on with this token.
         """
+        del self.in_flight[0]
         self.next_chunk = None
-        num_coming = self.num_coming
-        num_computed = self.pages.num_computed
         sample = chunk.sample
+        if sample is None:
+            return
+        num_coming = self.num_coming
+        if num_coming:
+            num_coming -= 1
+            self.num_coming = num_coming
+        pages = self.pages
+        num_computed = pages.num_computed
         if (
-            num_computed % self.pages.geometry.page_tokens
+            token_id is not None
+            and num_computed % pages.geometry.page_tokens
             and (num_coming or not self.in_flight)
-            and sample is not None
             and chunk.start >= self.num_prompt
             and len(chunk.token_ids) == 1
         ):

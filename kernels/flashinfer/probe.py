@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,7 @@ from torch import Tensor
 from manylora.config import environment
 from manylora.kernels.attention_batch import AttentionBatch
 from manylora.kernels.flashinfer.attention import FlashInferAttention, refusal
-from manylora.kernels.kv_layer import KvLayer
-
-if TYPE_CHECKING:
-    from manylora.kernels.dispatch import AttentionNeeds
+from manylora.kernels.kv_layer import AttentionNeeds, KvLayer
 
 OLDEST_DEVICE = (8, 0)
 TOOLKIT = "/usr/local/cuda"

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from manylora.kernels.checks import expect_that
 from manylora.kernels.native.library import native_function
-from manylora.kernels.sgmv import GROUP_ROWS, SgmvOperands, check_operands
+from manylora.kernels.sgmv import SgmvOperands, check_operands
+from manylora.lora_rows import GROUP_ROWS, MAX_RANK
 
-MAX_RANK = 256
-"""What `native/sgmv.cpp` has room for."""
 TILE_ROWS, TILE_RANK = 16, 32
 """What a product on AMX's tiles takes of the results of the first product, which therefore have padding."""
 

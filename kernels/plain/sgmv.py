@@ -11,14 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manylora.kernels.sgmv import (
-    GROUP_ROWS,
-    UNIT_BYTES,
-    SgmvOperands,
-    Tiles,
-    check_operands,
-    row_pitch_units,
-)
+from manylora.kernels.sgmv import SgmvOperands, Tiles, check_operands
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 
 def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
@@ -83,13 +77,13 @@ def _segments(tiles: Tiles) -> Iterator[tuple[int, int, int]]:
 
 def _row_starts(offsets: Tensor, rank: int, features: int, like: Tensor) -> Tensor:
     """Start of each rank row in units, [rank], int64."""
-    pitch = row_pitch_units(features, like.element_size())
+    pitch = row_pitch_bytes(features, like.element_size()) // PITCH_BYTES
     steps = torch.arange(GROUP_ROWS) * pitch
     return (offsets[: rank // GROUP_ROWS, None].long() + steps).reshape(-1)
 
 
 def _gather(arena_elements: Tensor, starts: Tensor, features: int) -> Tensor:
     # Every row starts at a multiple of the unit, so overlapping windows at that stride hold each of them whole.
-    unit = UNIT_BYTES // arena_elements.element_size()
+    unit = PITCH_BYTES // arena_elements.element_size()
     num_windows = (arena_elements.numel() - features) // unit + 1
     return arena_elements.as_strided((num_windows, features), (unit, 1)).index_select(0, starts)

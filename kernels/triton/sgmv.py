@@ -18,15 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.sgmv import (
-    GROUP_ROWS,
-    UNIT_BYTES,
-    LoraDelta,
-    SgmvOperands,
-    check_operands,
-    row_pitch_units,
-)
+from manylora.kernels.sgmv import LoraDelta, SgmvOperands, check_operands
 from manylora.kernels.triton.plans import plan
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 
 @triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["tiles"])
@@ -242,7 +236,7 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.numbers.shape[1]
     groups = tables.offsets.shape[4]
     element_size = arena_elements.element_size()
-    unit = UNIT_BYTES // element_size
+    unit = PITCH_BYTES // element_size
     sizes = shrink_sizes(site.in_features, tiles.rows, groups, element_size)
     if element_size == 2:  # what fits a GPU then may not in float32
         sizes = plan(f"shrink {site.in_features} {tiles.rows}", **sizes)
@@ -252,7 +246,7 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     )
     delta = LoraDelta(planes, operands)
     if num_tiles and num_tokens:
-        pitch = row_pitch_units(site.in_features, element_size) * unit
+        pitch = row_pitch_bytes(site.in_features, element_size) // element_size
         shape = {
             "MODULE": site.modules[0],
             "NUM_SLICES": num_slices,
@@ -330,7 +324,7 @@ def delta_operands(
         num_layers,
         num_modules,
     )
-    sizes = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0]
+    sizes = len(site.modules), PITCH_BYTES // arena.element_size(), groups, delta.planes.shape[0]
     return (
         tiles.numbers.shape[1],
         (weights, tiles.numbers, layer, num_tokens),

@@ -106,12 +106,12 @@ def _on_disk(path: Path, planned: PlannedCapacity, as_json: bool) -> AdapterFitI
 
 
 def _to_come(rank: int, modules: list[str], count: int, planned: PlannedCapacity) -> AdapterFitItem:
-    from manylora.config import MAX_RANK_LIMIT
+    from manylora.lora_rows import MAX_RANK
     from manylora.server.adapters.fit import planned_item
 
     max_rank = planned.config.adapter.max_rank
     if not 1 <= rank <= max_rank:
-        advice = " Raise --max-rank for larger ones." if max_rank < rank <= MAX_RANK_LIMIT else ""
+        advice = " Raise --max-rank for larger ones." if max_rank < rank <= MAX_RANK else ""
         fail(f"--rank must be 1 to {max_rank}, got {rank}.{advice}")
     return planned_item(rank, modules, count, planned.base, planned.capacity)
 

@@ -22,7 +22,7 @@ def quantize(model: Model, target: Format, output: Output, as_json: JSON = False
     Prints the relative error of each weight by layer. int8 and int4 are compressed-tensors checkpoints, which vLLM and
     transformers read as well; q3.5 is read by Manylora only.
     """
-    from manylora.engine.model.quantise import TargetFormat, quantise
+    from manylora.engine.model.checkpoint.quantise import TargetFormat, quantise
     from manylora.engine.model.spec import resolve_model
 
     errors = quantise(resolve_model(model), output, cast(TargetFormat, target))

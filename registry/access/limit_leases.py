@@ -12,9 +12,8 @@ All times are by one clock, that of the database.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from secrets import token_hex
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +22,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
 from manylora.registry.db.database import Database, database_us, insert_into
-from manylora.registry.db.models import LimitBucketRow, LimitLeaseRow, UsageMonthRow
+from manylora.registry.db.models import LimitBucketRow, LimitLeaseRow
+from manylora.registry.usage.write import month_tokens
 
 LimitKind = Literal[
     "requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"
@@ -148,11 +148,9 @@ class LimitLeases:
             held = {(holder_id, kind): int(amount) for holder_id, kind, amount in found}
             rows = await session.scalars(select(bucket).where(bucket.holder_id.in_(ids)))
             buckets = {(row.holder_id, row.kind): row for row in rows}
-            billed = await _billed(
-                session,
-                {each.holder_id for each in requests if each.kind == "tokens_per_month"},
-                month,
-            )
+            of_months = {each.holder_id for each in requests if each.kind == "tokens_per_month"}
+            tokens = await month_tokens(session, of_months, month)
+            billed = {(holder_id, "tokens_per_month"): tokens[holder_id] for holder_id in tokens}
             # A month's lease stays: only its owner knows whether the ledger has all that it used.
             untils = {
                 "tokens_per_month": to_micros(month_after(month)) + HELD_US,
@@ -189,25 +187,6 @@ class LimitLeases:
                 await session.execute(delete(bucket).where(bucket.at < now - KEPT_US))
             self.is_in_doubt = True
         return answers
-
-
-async def _billed(
-    session: AsyncSession, ids: Collection[str], month: datetime
-) -> dict[tuple[str, str], int]:
-    """Tokens of the month in the ledger, of tenants and keys, by holder and kind."""
-    billed: dict[tuple[str, str], int] = {}
-    for column in (UsageMonthRow.tenant_id, UsageMonthRow.key_id) if ids else ():
-        tokens = func.sum(UsageMonthRow.prompt_tokens + UsageMonthRow.completion_tokens)
-        sums = (
-            select(column, tokens)
-            .where(UsageMonthRow.month == to_micros(month), column.in_(ids))
-            .group_by(column)
-        )
-        billed |= {
-            (holder_id, "tokens_per_month"): int(count)
-            for holder_id, count in await session.execute(sums)
-        }
-    return billed
 
 
 def _answer(

@@ -84,15 +84,15 @@ class Database:
         engine: AsyncEngine,
         reader: Engine | None,
         revisions: tuple[str | None, str | None],
-        file: sqlite.DatabaseFile | None,
+        files: sqlite.DatabaseFiles | None,
     ) -> None:
         self.revision_before, self.revision = revisions
         """The schema's revision before the upgrade (None: the database was empty), and after it."""
         self._engine = engine
-        self._file = file
-        """The file of SQLite, which may be lost; None with PostgreSQL."""
+        self._files = files
+        """The files of SQLite, which may be lost; None with PostgreSQL."""
         self._reader = reader
-        """For SQLite: runs single statements in a thread, which is faster."""
+        """Engine of SQLite for single statements in a thread, which is faster; None with PostgreSQL."""
         self._turns = in_order()
         self._threads = self._turns.threads(sqlite.MAX_READERS, "registry-reader")
         self._reads: dict[asyncio.Future[None], asyncio.Task[object] | None] = {}
@@ -115,10 +115,12 @@ class Database:
         """
         parsed = database_url(url, data_dir)
         is_sqlite = parsed.get_backend_name() == "sqlite"
-        file = sqlite.DatabaseFile(Path(parsed.database or "")) if is_sqlite else None
+        files = sqlite.DatabaseFiles(Path(parsed.database or "")) if is_sqlite else None
         engine = sqlite.open_sqlite(parsed) if is_sqlite else postgres.open_postgres(parsed)
         try:
             revisions = await _upgrade(engine)
+            if files is not None:
+                files.keep()
         except DBAPIError as error:
             await engine.dispose()
             await asyncio.sleep(
@@ -131,9 +133,8 @@ class Database:
         except BaseException:
             await engine.dispose()
             raise
-        return cls(
-            engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions, file
-        )
+        reader = sqlite.open_sqlite_reader(parsed) if is_sqlite else None
+        return cls(engine, reader, revisions, files)
 
     def share(self, turns: Turns) -> None:
         """Let those who wait for the database take turns, instead of in order of arrival."""
@@ -155,23 +156,25 @@ class Database:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._threads.shutdown(wait=False)
+        if self._files is not None:
+            self._files.close()
         if self._reader is not None:
             self._reader.dispose()
         await self._engine.dispose()
 
-    async def look_for_file(self) -> None:
-        """See whether SQLite's file is still at its path, for `check_file`."""
-        if self._file is not None:
-            await asyncio.to_thread(self._file.look)
+    async def look_for_files(self) -> None:
+        """See whether SQLite's files are still at their paths, for `check_files`."""
+        if self._files is not None:
+            await asyncio.to_thread(self._files.look)
 
-    def check_file(self) -> None:
-        """Return if the file was there at the last look.
+    def check_files(self) -> None:
+        """Return if the files were there at the last look.
 
         Raises:
-            CapacityError: It was deleted or replaced; code db.lost.
+            CapacityError: One was deleted or replaced; code db.lost.
         """
-        if self._file is not None:
-            self._file.check()
+        if self._files is not None:
+            self._files.check()
 
     async def check(self) -> object:
         """Ask the database for one row; returns if it answers.
@@ -188,7 +191,7 @@ class Database:
         Raises:
             CapacityError: The database cannot answer; code db.unavailable or db.lost.
         """
-        self.check_file()
+        self.check_files()
         end = asyncio.get_running_loop().create_future()
         self._reads[end] = asyncio.current_task()
         try:
@@ -241,7 +244,7 @@ class Database:
             CapacityError: The database cannot answer, or what was written is in no file that stays; code
                 db.unavailable, db.lost or storage.full.
         """
-        self.check_file()
+        self.check_files()
         with _own_errors():
             async with (
                 turn(self._turns.writer()),
@@ -250,8 +253,8 @@ class Database:
             ):
                 await session.connection()
                 yield session
-        await self.look_for_file()
-        self.check_file()
+        await self.look_for_files()
+        self.check_files()
 
 
 async def _upgrade(engine: AsyncEngine) -> tuple[str | None, str | None]:

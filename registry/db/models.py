@@ -8,12 +8,13 @@ keys and adapters are deleted.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import sqlalchemy as sa
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
+    MappedColumn,
     MappedSQLExpression,
     column_property,
     mapped_column,
@@ -29,11 +30,11 @@ class Moment(sa.TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, _dialect: sa.Dialect) -> int | None:
-        """To the database."""
+        """Encode for the database."""
         return None if value is None else to_micros(value)
 
     def process_result_value(self, value: int | None, _dialect: sa.Dialect) -> datetime | None:
-        """From the database, in UTC."""
+        """Decode from the database, in UTC."""
         return None if value is None else from_micros(value)
 
 
@@ -67,18 +68,38 @@ def _ordered(length: int) -> sa.String:
     return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 
 
+def _goes_with(key: str, **options: Any) -> MappedColumn[Any]:  # noqa: ANN401 - of mapped_column
+    """The id of a row with which this one is deleted."""
+    return mapped_column(sa.ForeignKey(key, ondelete="CASCADE"), **options)
+
+
+Text16 = Annotated[str, mapped_column(sa.String(16))]
+Text32 = Annotated[str, mapped_column(sa.String(32))]
+Text63 = Annotated[str, mapped_column(sa.String(63))]
+Text64 = Annotated[str, mapped_column(sa.String(64))]
+Text255 = Annotated[str, mapped_column(sa.String(255))]
+LongText = Annotated[str, mapped_column(sa.Text)]
+Ordered16 = Annotated[str, mapped_column(_ordered(16))]
+Ordered63 = Annotated[str, mapped_column(_ordered(63))]
+Ordered64 = Annotated[str, mapped_column(_ordered(64))]
+Int32 = Annotated[int, mapped_column(sa.Integer)]
+Id = Annotated[str, mapped_column(sa.String(64), primary_key=True)]
+OrderedId = Annotated[str, mapped_column(_ordered(64), primary_key=True)]
+NumberKey = Annotated[int, mapped_column(sa.Integer, primary_key=True, autoincrement=False)]
+
+
 class TenantRow(Base):
     """One customer, whose objects nobody else sees."""
 
     __tablename__ = "tenants"
 
-    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    name: Mapped[str] = mapped_column(_ordered(63), unique=True)
+    id: Mapped[Id]
+    name: Mapped[Ordered63] = mapped_column(unique=True)
     limits: Mapped[dict[str, Any]]
-    """By name, those that are set."""
+    """Limits that are set, by name."""
     created_at: Mapped[datetime]
-    weight: Mapped[float] = mapped_column(server_default="1")
-    """Its part of the engine, beside those of the other tenants with requests."""
+    weight: Mapped[float]
+    """Share of the engine, relative to the weights of other tenants with requests."""
 
 
 def _tenant_name(tenant_id: Mapped[str]) -> MappedSQLExpression[str]:
@@ -92,24 +113,22 @@ class KeyRow(Base):
 
     __tablename__ = "api_keys"
 
-    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
-    )
+    id: Mapped[Id]
+    tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    name: Mapped[str | None] = mapped_column(sa.String(255))
-    prefix: Mapped[str] = mapped_column(sa.String(32), unique=True)
+    name: Mapped[Text255 | None]
+    prefix: Mapped[Text32] = mapped_column(unique=True)
     """The start of the secret, which shows people which key it is: `manylora_3f9c0a...`."""
-    digest: Mapped[str] = mapped_column(sa.String(64))
+    digest: Mapped[Text64]
     """HMAC-SHA256 of the whole secret, 64 hex digits."""
     scopes: Mapped[list[str]]
     expires_at: Mapped[datetime | None]
     created_at: Mapped[datetime]
     revoked_at: Mapped[datetime | None]
-    limits: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
-    previous_prefix: Mapped[str | None] = mapped_column(sa.String(32), index=True)
-    """Of the secret before the last rotation, which works until `previous_until`."""
-    previous_digest: Mapped[str | None] = mapped_column(sa.String(64))
+    limits: Mapped[dict[str, Any]]
+    previous_prefix: Mapped[Text32 | None] = mapped_column(index=True)
+    """Prefix of the secret before the last rotation, which works until `previous_until`."""
+    previous_digest: Mapped[Text64 | None]
     previous_until: Mapped[datetime | None]
 
 
@@ -118,13 +137,13 @@ class SessionRow(Base):
 
     __tablename__ = "sessions"
 
-    digest: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    digest: Mapped[Id]
     """HMAC-SHA256 of the token, 64 hex digits."""
-    kind: Mapped[str] = mapped_column(sa.String(16))
+    kind: Mapped[Text16]
     """session or link."""
-    key_prefix: Mapped[str] = mapped_column(sa.String(32))
-    """Of the secret it stands for; empty for the admin key."""
-    key_digest: Mapped[str] = mapped_column(sa.String(64))
+    key_prefix: Mapped[Text32]
+    """Prefix of the secret that it stands for; empty for the admin key."""
+    key_digest: Mapped[Text64]
     expires_at: Mapped[datetime] = mapped_column(index=True)
 
 
@@ -134,14 +153,14 @@ class AdapterRow(Base):
     __tablename__ = "adapters"
     __table_args__ = (sa.UniqueConstraint("tenant_id", "name"),)
 
-    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"))
+    id: Mapped[Id]
+    tenant_id: Mapped[str] = _goes_with("tenants.id")
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    name: Mapped[str] = mapped_column(_ordered(63), index=True)
-    description: Mapped[str | None] = mapped_column(sa.Text)
-    pinned_copies: Mapped[int] = mapped_column(sa.Integer, server_default="0")
+    name: Mapped[Ordered63] = mapped_column(index=True)
+    description: Mapped[LongText | None]
+    pinned_copies: Mapped[Int32]
     """On how many servers it stays on the device; 0 is not pinned."""
-    next_version: Mapped[int] = mapped_column(sa.Integer)
+    next_version: Mapped[Int32]
     """Only ever grows: a version number is never given twice."""
     created_at: Mapped[datetime]
 
@@ -152,27 +171,25 @@ class VersionRow(Base):
     __tablename__ = "adapter_versions"
     __table_args__ = (sa.UniqueConstraint("adapter_id", "digest"),)
 
-    adapter_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True
-    )
-    version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
+    adapter_id: Mapped[str] = _goes_with("adapters.id", primary_key=True)
+    version: Mapped[NumberKey]
     digest: Mapped[str] = mapped_column(sa.String(71), index=True)
-    weights_sha256: Mapped[str] = mapped_column(sa.String(64), index=True)
+    weights_sha256: Mapped[Text64] = mapped_column(index=True)
     spec: Mapped[dict[str, Any]]
-    rank: Mapped[int] = mapped_column(sa.Integer)
+    rank: Mapped[Int32]
     target_modules: Mapped[list[str]]
-    applied: Mapped[int] = mapped_column(sa.Integer)
-    total: Mapped[int] = mapped_column(sa.Integer)
+    applied: Mapped[Int32]
+    total: Mapped[Int32]
     parameters: Mapped[int]
     size_bytes: Mapped[int]
-    peft_version: Mapped[str | None] = mapped_column(sa.String(64))
+    peft_version: Mapped[Text64 | None]
     created_at: Mapped[datetime]
-    report: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
-    """What the check noticed, in the form in which clients see it."""
-    held_by: Mapped[str | None] = mapped_column(sa.String(64), index=True)
-    """Of an ephemeral version: the server that has its weights in memory. Null: they are in the blob store."""
+    report: Mapped[dict[str, Any]]
+    """Report of the check, in the form in which clients see it."""
+    held_by: Mapped[Text64 | None] = mapped_column(index=True)
+    """Server that has the weights of an ephemeral version in memory; null if they are in the blob store."""
     expires_at: Mapped[datetime | None] = mapped_column(index=True)
-    """Of an ephemeral version, if its time is limited."""
+    """End of an ephemeral version; null if its time is not limited."""
 
 
 class AliasRow(Base):
@@ -187,10 +204,10 @@ class AliasRow(Base):
         ),
     )
 
-    adapter_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    alias: Mapped[str] = mapped_column(_ordered(63), primary_key=True)
-    version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
-    weight: Mapped[int] = mapped_column(sa.Integer, server_default="1")
+    adapter_id: Mapped[Id]
+    alias: Mapped[Ordered63] = mapped_column(primary_key=True)
+    version: Mapped[NumberKey]
+    weight: Mapped[Int32]
     """The version's share of the requests is its part of the alias's sum."""
 
 
@@ -199,16 +216,10 @@ class GrantRow(Base):
 
     __tablename__ = "adapter_grants"
 
-    adapter_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True
-    )
-    tenant_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True
-    )
+    adapter_id: Mapped[str] = _goes_with("adapters.id", primary_key=True)
+    tenant_id: Mapped[str] = _goes_with("tenants.id", primary_key=True, index=True)
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    version: Mapped[int] = mapped_column(
-        sa.Integer, primary_key=True, autoincrement=False, server_default="0"
-    )
+    version: Mapped[NumberKey]
     """0 means every version."""
     created_at: Mapped[datetime]
 
@@ -218,23 +229,21 @@ class UploadRow(Base):
 
     __tablename__ = "uploads"
 
-    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
-    )
+    id: Mapped[Id]
+    tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    key_id: Mapped[str] = mapped_column(sa.String(64))
-    name: Mapped[str] = mapped_column(sa.String(63))
-    description: Mapped[str | None] = mapped_column(sa.Text)
+    key_id: Mapped[Text64]
+    name: Mapped[Text63]
+    description: Mapped[LongText | None]
     activate: Mapped[bool]
     manifest: Mapped[dict[str, Any]]
     """File name to its size in bytes and its SHA-256."""
     size_bytes: Mapped[int]
-    """What it reserves of its tenant's storage."""
-    state: Mapped[str] = mapped_column(sa.String(16))
+    """Bytes that it reserves of its tenant's storage."""
+    state: Mapped[Text16]
     """uploading, ready or rejected."""
     result: Mapped[dict[str, Any] | None]
-    """How it ended: the error, or which version it became."""
+    """End of the upload: the error, or the version that it became."""
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)
 
@@ -245,54 +254,52 @@ class UsageEventRow(Base):
     __tablename__ = "usage_events"
     __table_args__ = (sa.Index("ix_usage_events_tenant_id_at", "tenant_id", "at"),)
 
-    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    id: Mapped[Id]
     at: Mapped[int] = mapped_column(index=True)
-    tenant_id: Mapped[str] = mapped_column(_ordered(64))
-    tenant: Mapped[str] = mapped_column(sa.String(63))
-    key_id: Mapped[str] = mapped_column(_ordered(64))
-    adapter_id: Mapped[str] = mapped_column(_ordered(64))
+    tenant_id: Mapped[Ordered64]
+    tenant: Mapped[Text63]
+    key_id: Mapped[Ordered64]
+    adapter_id: Mapped[Ordered64]
     adapter: Mapped[str] = mapped_column(sa.String(127))
-    adapter_version: Mapped[int] = mapped_column(sa.Integer)
+    adapter_version: Mapped[Int32]
     adapter_digest: Mapped[str] = mapped_column(sa.String(71))
     request_id: Mapped[str] = mapped_column(sa.String(256))
-    endpoint: Mapped[str] = mapped_column(sa.String(64))
-    status: Mapped[str] = mapped_column(_ordered(64))
+    endpoint: Mapped[Text64]
+    status: Mapped[Ordered64]
     prompt_tokens: Mapped[int]
     cached_tokens: Mapped[int]
     completion_tokens: Mapped[int]
     queue_s: Mapped[float | None]
     ttft_s: Mapped[float | None]
     duration_s: Mapped[float | None]
-    adapter_state: Mapped[str] = mapped_column(sa.String(16))
-    service_class: Mapped[str] = mapped_column(_ordered(16), server_default="interactive")
+    adapter_state: Mapped[Text16]
+    service_class: Mapped[Ordered16]
 
 
 class _OfHour:
-    """What rows of sums by hour are about; these columns are the first of the primary key."""
+    """Subject of a row of sums by hour; these columns are the first of the primary key."""
 
     __table_args__ = BY_KEY
 
     at: Mapped[int] = mapped_column(primary_key=True, sort_order=-1, autoincrement=False)
     """The hour's first microsecond."""
-    tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
-    adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
-    adapter_version: Mapped[int] = mapped_column(
-        sa.Integer, primary_key=True, sort_order=-1, autoincrement=False
+    tenant_id: Mapped[Ordered64] = mapped_column(primary_key=True, sort_order=-1)
+    adapter_id: Mapped[Ordered64] = mapped_column(primary_key=True, sort_order=-1)
+    adapter_version: Mapped[Int32] = mapped_column(
+        primary_key=True, sort_order=-1, autoincrement=False
     )
-    key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
-    tenant: Mapped[str] = mapped_column(sa.String(63))
+    key_id: Mapped[Ordered64] = mapped_column(primary_key=True, sort_order=-1)
+    tenant: Mapped[Text63]
     adapter: Mapped[str] = mapped_column(sa.String(127))
 
 
 class _Sums:
-    """What rows of sums hold; written in the transaction that inserts the events."""
+    """Figures of a row of sums; written in the transaction that inserts the events."""
 
     requests: Mapped[int]
     prompt_tokens: Mapped[int]
     cached_tokens: Mapped[int]
     completion_tokens: Mapped[int]
-    last_at: Mapped[int]
-    """When the latest event ended, in microseconds since 1970."""
 
 
 class UsageRollupRow(_OfHour, _Sums, Base):
@@ -300,10 +307,8 @@ class UsageRollupRow(_OfHour, _Sums, Base):
 
     __tablename__ = "usage_rollups"
 
-    status: Mapped[str] = mapped_column(_ordered(64), primary_key=True, server_default="")
-    service_class: Mapped[str] = mapped_column(
-        _ordered(16), primary_key=True, server_default="interactive"
-    )
+    status: Mapped[Ordered64] = mapped_column(primary_key=True)
+    service_class: Mapped[Ordered16] = mapped_column(primary_key=True)
 
 
 class UsageLatencyRow(_OfHour, Base):
@@ -314,8 +319,8 @@ class UsageLatencyRow(_OfHour, Base):
 
     __tablename__ = "usage_latency"
 
-    adapter_state: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
-    bin: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
+    adapter_state: Mapped[Text16] = mapped_column(primary_key=True)
+    bin: Mapped[NumberKey]
     """A bin of `latency.BOUNDS_S`."""
     requests: Mapped[int]
 
@@ -326,8 +331,10 @@ class UsageAdapterRow(_Sums, Base):
     __tablename__ = "usage_adapters"
     __table_args__ = BY_KEY
 
-    adapter_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    key_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    adapter_id: Mapped[Id]
+    key_id: Mapped[Id]
+    last_at: Mapped[int]
+    """End of the latest event, in microseconds since 1970."""
 
 
 class UsageMonthRow(Base):
@@ -338,20 +345,20 @@ class UsageMonthRow(Base):
 
     month: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """The month's first microsecond."""
-    tenant_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    key_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True, index=True)
+    tenant_id: Mapped[Id]
+    key_id: Mapped[Text64] = mapped_column(primary_key=True, index=True)
     prompt_tokens: Mapped[int]
     completion_tokens: Mapped[int]
 
 
 class LimitBucketRow(Base):
-    """What all servers together have taken of a limit per minute. It drains at a sixtieth of the limit per second."""
+    """Part of a limit per minute that all servers have taken. It drains at a sixtieth of the limit per second."""
 
     __tablename__ = "limit_buckets"
 
-    holder_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    holder_id: Mapped[Id]
     """A tenant or a key."""
-    kind: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
+    kind: Mapped[Text32] = mapped_column(primary_key=True)
     used: Mapped[float]
     """At the moment `at`; what servers hold counts as used."""
     at: Mapped[int]
@@ -361,17 +368,17 @@ class LimitBucketRow(Base):
 
 
 class LimitLeaseRow(Base):
-    """What one server holds of a limit."""
+    """Part of a limit that one server holds."""
 
     __tablename__ = "limit_leases"
 
-    holder_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    kind: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
-    owner: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    holder_id: Mapped[Id]
+    kind: Mapped[Text32] = mapped_column(primary_key=True)
+    owner: Mapped[Id]
     """The server's name."""
     amount: Mapped[int]
     until: Mapped[int]
-    """When it no longer counts, unless its owner renews it before: microseconds by the database's clock."""
+    """End of the lease, unless its owner renews it before: microseconds by the database's clock."""
 
 
 class IdempotencyRow(Base):
@@ -379,12 +386,10 @@ class IdempotencyRow(Base):
 
     __tablename__ = "idempotency_keys"
 
-    tenant_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True
-    )
-    key: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
-    body_digest: Mapped[str] = mapped_column(sa.String(64))
-    status: Mapped[int] = mapped_column(sa.Integer)
+    tenant_id: Mapped[str] = _goes_with("tenants.id", primary_key=True)
+    key: Mapped[Text255] = mapped_column(primary_key=True)
+    body_digest: Mapped[Text64]
+    status: Mapped[Int32]
     response: Mapped[dict[str, Any]]
     created_at: Mapped[datetime] = mapped_column(index=True)
 
@@ -398,14 +403,14 @@ class AuditRow(Base):
         sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True
     )
     at: Mapped[datetime]
-    actor: Mapped[str] = mapped_column(sa.String(64))
+    actor: Mapped[Text64]
     """A key id, or `admin`."""
-    action: Mapped[str] = mapped_column(sa.String(64))
+    action: Mapped[Text64]
     """`tenant.create`, `adapter.publish` and so on."""
-    tenant: Mapped[str] = mapped_column(sa.String(63))
+    tenant: Mapped[Text63]
     """Name of the tenant whose object changed."""
-    target: Mapped[str] = mapped_column(sa.String(255))
-    """What changed: a name, `name@version` or a key id."""
+    target: Mapped[Text255]
+    """Changed object: a name, `name@version` or a key id."""
     detail: Mapped[dict[str, Any]]
 
 
@@ -414,15 +419,13 @@ class FileRow(Base):
 
     __tablename__ = "files"
 
-    id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
-    )
-    filename: Mapped[str] = mapped_column(sa.String(255))
-    purpose: Mapped[str] = mapped_column(sa.String(16))
+    id: Mapped[OrderedId]
+    tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
+    filename: Mapped[Text255]
+    purpose: Mapped[Text16]
     """batch or batch_output."""
     size_bytes: Mapped[int]
-    sha256: Mapped[str] = mapped_column(sa.String(64), index=True)
+    sha256: Mapped[Text64] = mapped_column(index=True)
     created_at: Mapped[int]
     expires_at: Mapped[int] = mapped_column(index=True)
 
@@ -432,25 +435,23 @@ class BatchRow(Base):
 
     __tablename__ = "batches"
 
-    id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(
-        sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True
-    )
-    key_id: Mapped[str] = mapped_column(sa.String(64))
+    id: Mapped[OrderedId]
+    tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
+    key_id: Mapped[Text64]
     """The key that made it, for which its lines run; empty for the admin key."""
-    endpoint: Mapped[str] = mapped_column(sa.String(64))
-    input_file_id: Mapped[str] = mapped_column(sa.String(64))
-    input_sha256: Mapped[str] = mapped_column(sa.String(64))
-    output_file_id: Mapped[str | None] = mapped_column(sa.String(64))
-    error_file_id: Mapped[str | None] = mapped_column(sa.String(64))
+    endpoint: Mapped[Text64]
+    input_file_id: Mapped[Text64]
+    input_sha256: Mapped[Text64]
+    output_file_id: Mapped[Text64 | None]
+    error_file_id: Mapped[Text64 | None]
     labels: Mapped[dict[str, str] | None]
     """The client's `metadata`."""
     errors: Mapped[dict[str, Any] | None]
-    """What is wrong with its input, as a list in OpenAI's shape."""
-    total: Mapped[int] = mapped_column(sa.Integer, default=0)
-    completed: Mapped[int] = mapped_column(sa.Integer, default=0)
-    failed: Mapped[int] = mapped_column(sa.Integer, default=0)
-    status: Mapped[str] = mapped_column(sa.String(16), index=True)
+    """Errors of its input, as a list in OpenAI's shape."""
+    total: Mapped[Int32] = mapped_column(default=0)
+    completed: Mapped[Int32] = mapped_column(default=0)
+    failed: Mapped[Int32] = mapped_column(default=0)
+    status: Mapped[Text16] = mapped_column(index=True)
     created_at: Mapped[int]
     expires_at: Mapped[int]
     in_progress_at: Mapped[int | None]
@@ -460,10 +461,10 @@ class BatchRow(Base):
     expired_at: Mapped[int | None]
     cancelling_at: Mapped[int | None]
     cancelled_at: Mapped[int | None]
-    owner: Mapped[str] = mapped_column(sa.String(64), default="")
+    owner: Mapped[Text64] = mapped_column(default="")
     """The server that runs it; empty for none."""
     lease_until: Mapped[int] = mapped_column(default=0)
-    """When another server may take it over, unless its owner says before that it goes on."""
+    """Time at which another server may take it over, unless its owner renews it before."""
 
     @property
     def request_counts(self) -> dict[str, int]:
@@ -476,12 +477,10 @@ class BatchResultRow(Base):
 
     __tablename__ = "batch_results"
 
-    batch_id: Mapped[str] = mapped_column(
-        _ordered(64), sa.ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True
-    )
-    line: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
+    batch_id: Mapped[str] = _goes_with("batches.id", primary_key=True)
+    line: Mapped[NumberKey]
     is_error: Mapped[bool]
-    result: Mapped[str] = mapped_column(sa.Text)
+    result: Mapped[LongText]
     """A line of the output file or the error file."""
 
 
@@ -490,12 +489,12 @@ class ServerRow(Base):
 
     __tablename__ = "servers"
 
-    name: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    role: Mapped[str] = mapped_column(sa.String(16))
-    boot_id: Mapped[str] = mapped_column(sa.String(64))
-    url: Mapped[str] = mapped_column(sa.String(255))
-    state: Mapped[str] = mapped_column(sa.String(16))
-    model: Mapped[str] = mapped_column(sa.String(255))
+    name: Mapped[OrderedId]
+    role: Mapped[Text16]
+    boot_id: Mapped[Text64]
+    url: Mapped[Text255]
+    state: Mapped[Text16]
+    model: Mapped[Text255]
     base: Mapped[str] = mapped_column(sa.String(80))
-    version: Mapped[str] = mapped_column(sa.String(64))
+    version: Mapped[Text64]
     seen_at: Mapped[datetime] = mapped_column(index=True)

@@ -64,12 +64,12 @@ def open_postgres(url: URL) -> AsyncEngine:
 
 
 def is_full(error: DBAPIError) -> bool:
-    """Whether the database's disk is full."""
+    """True if the database's disk is full."""
     return getattr(error.orig, "sqlstate", None) in _FULL
 
 
 def is_busy(error: DBAPIError) -> bool:
-    """Whether another server held the writers' lock for `LOCK_MS`."""
+    """True if another server held the writers' lock for `LOCK_MS`."""
     return getattr(error.orig, "sqlstate", None) == _BUSY
 
 

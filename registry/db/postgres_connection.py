@@ -15,9 +15,9 @@ from psycopg.pq import TransactionStatus
 from psycopg.waiting import wait_async
 
 LIVENESS_S = 5.0
-"""For the pool's check that a connection lives: the only statement outside of transactions."""
+"""Time limit of the pool's check that a connection lives, the only statement outside of transactions."""
 ANSWER_S = 35.0
-"""For other statements; more than the server's own limit."""
+"""Time limit of other statements, above the server's own limit."""
 POLL_S = 0.1
 
 ResultT = TypeVar("ResultT")

@@ -52,62 +52,82 @@ def open_sqlite_reader(url: URL) -> Engine:
 
 
 def is_busy(error: DBAPIError) -> bool:
-    """Whether another process holds a lock that SQLite does not wait for by itself."""
+    """True if another process holds a lock that SQLite does not wait for by itself."""
     return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
 
 
 def is_full(error: DBAPIError) -> bool:
-    """Whether the disk is full."""
+    """True if the disk is full."""
     return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
-class DatabaseFile:
-    """The file of the database, and whether it is still at its path. Thread-safe.
+class DatabaseFiles:
+    """The file of the database with its log and index (-wal, -shm), and whether they are at their paths. Thread-safe.
 
-    Connections to a deleted file go on as if nothing was wrong, and what they write is gone when they close.
+    Connections to deleted files go on as if nothing was wrong, and what they write may be gone when they close.
 
     Args:
-        path: Where it is.
+        path: Where the database is.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._is_lost = False
+        self._paths = [Path(f"{path}{suffix}") for suffix in ("", "-wal", "-shm")]
+        self._lost: list[str] = []
         with suppress(OSError):  # SQLite says what is wrong with the path
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        self._identity = self._find()
+        self._main = _identity(path)
+        self._identities: list[tuple[int, int] | None] = []
+        self._keeper: sqlite3.Connection | None = None
+
+    def keep(self) -> None:
+        """Keep a connection until `close`. While there is one, SQLite itself deletes neither log nor index."""
+        self._keeper = sqlite3.connect(self._paths[0], check_same_thread=False)
+        self._keeper.execute("SELECT count(*) FROM sqlite_master").fetchall()
+        self._identities = [self._main, *map(_identity, self._paths[1:])]
+
+    def close(self) -> None:
+        """Close the connection, unless the database was never opened."""
+        if self._keeper is not None:
+            self._keeper.close()
 
     def look(self) -> None:
-        """See which file is at the path now, for `check`. Blocks."""
-        was_lost, self._is_lost = self._is_lost, self._find() != self._identity
-        if self._is_lost and not was_lost:
+        """See which files are at the paths now, for `check`. Blocks."""
+        before = self._lost
+        self._lost = [
+            str(path)
+            for path, identity in zip(self._paths, self._identities, strict=True)
+            if _identity(path) != identity
+        ]
+        if self._lost and not before:
             _logger.error(
-                "%s was deleted or replaced. Requests are refused, and their usage stays in the journal: put the file "
-                "back at its path, or restart the server to use what is there now.",
-                self._path,
+                "%s was deleted or replaced. Requests are refused, and their usage stays in the journal: put the same "
+                "file back at its path, or restart the server to use what is there then.",
+                " and ".join(self._lost),
             )
-        elif was_lost and not self._is_lost:
-            _logger.info("%s is back", self._path)
+        elif before and not self._lost:
+            _logger.info("%s is back", " and ".join(before))
 
     def check(self) -> None:
-        """Return if the file was at its path when `look` was called last.
+        """Return if the files were at their paths when `look` was called last.
 
         Raises:
-            CapacityError: It was deleted or replaced; code db.lost.
+            CapacityError: One was deleted or replaced; code db.lost.
         """
-        if self._is_lost:
+        if self._lost:
             message = (
-                "The database's file was deleted or replaced while the server runs; "
-                "its operator must put it back."
+                "A file of the database was deleted or replaced while the server runs; "
+                "its operator must put it back, or restart the server."
             )
             raise CapacityError(message, retry_after_s=5.0, code=LOST)
 
-    def _find(self) -> tuple[int, int] | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of the file at a path; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _of_existing(url: URL) -> URL:

@@ -60,20 +60,21 @@ class Buckets:
 
     @property
     def have_whole_hours(self) -> bool:
-        """Whether any hour of UTC lies in one bucket only."""
+        """True if any hour of UTC lies in one bucket only."""
         return self.bucket != "1m" and not (
             self.bucket == "1h" and all(offset for _, offset in self.pieces)
         )
 
     @property
     def cut_hours(self) -> bool:
-        """Whether any hour of UTC lies in more than one bucket."""
+        """True if any hour of UTC lies in more than one bucket."""
         moments = (*(begin for begin, _ in self.pieces[1:]), *(offset for _, offset in self.pieces))
         return any(moment % HOUR_US for moment in moments)
 
     def key(self, at: ColumnElement[int]) -> ColumnElement[int]:
         """A number that is the same for all moments of a bucket; later buckets have larger ones."""
-        local, width = at + self._offset(at), WIDTHS[self.bucket]
+        local = at + self._offset(at)
+        width = WIDTHS[self.bucket]
         return local // width * width if self.bucket == "1d" else at - local % width
 
     def is_cut(self, hour: ColumnElement[int]) -> ColumnElement[bool]:
@@ -85,7 +86,8 @@ class Buckets:
         if self.bucket == "1d":
             day = from_micros(key).date()
             return self._midnight(day), self._midnight(day + timedelta(days=1))
-        begin, end = key, key + WIDTHS[self.bucket]
+        begin = key
+        end = key + WIDTHS[self.bucket]
         for (_, before), (moment, _) in zip(self.pieces, self.pieces[1:], strict=False):
             if begin < moment < end:  # the clock jumps by a part of an hour
                 begin, end = (begin, moment) if (key + before) % HOUR_US == 0 else (moment, end)

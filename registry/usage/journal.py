@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
+from manylora.adapters.blobs.local import FULL
 from manylora.errors import CapacityError, ConfigError
 
 MAX_FILE_BYTES = 4 << 20
@@ -31,7 +31,6 @@ PROBE_BYTES = 64 << 10
 
 _LOCK = "lock"
 _SUFFIX = ".journal"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _logger = logging.getLogger(__name__)
 
@@ -192,7 +191,8 @@ class JournalFiles:
             os.close(fd)
             path.unlink()
             raise
-        self._path, self._size = path, 0
+        self._path = path
+        self._size = 0
         return fd
 
 
@@ -208,7 +208,7 @@ class Journal:
         self._writer: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
         self._trouble: OSError | None = None
-        """Why the last write failed; None while writes succeed."""
+        """Error of the last write; None while writes succeed."""
         self._is_closed = False
 
     @classmethod
@@ -336,7 +336,7 @@ class Journal:
 
 
 def _refusal(error: OSError) -> CapacityError:
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return CapacityError(
             "The disk that holds the usage journal is full; free some space.", code="storage.full"
         )

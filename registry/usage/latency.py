@@ -37,9 +37,9 @@ MAX_COUNTS = 50_000
 """Most counts that one answer is made of."""
 PERCENTS = (50, 95, 99)
 PLACES: tuple[AdapterTier, ...] = ("device", "host", "stored")
-"""Where an adapter can be when a request for it arrives."""
+"""Places of an adapter when a request for it arrives."""
 STATES = (*PLACES, "base", "unknown")
-"""Also `base` for requests without an adapter, and `unknown` for those that ended before the adapter was looked up."""
+"""Places, `base` for requests without an adapter, `unknown` for those that ended before the adapter was looked up."""
 
 _LAST_HOUR = to_micros(datetime.max.replace(tzinfo=UTC)) // HOUR_US * HOUR_US
 _counts = UsageLatencyRow.__table__.c
@@ -89,7 +89,8 @@ def _row(query: UsageQuery, counted: Sequence[RowMapping], start: int, end: int)
 
 
 def _figures(counted: Sequence[RowMapping]) -> dict[str, Any]:
-    states, bins = Counter[str](), Counter[int]()
+    states = Counter[str]()
+    bins = Counter[int]()
     for each in counted:
         states[each["adapter_state"] if each["adapter_state"] in STATES else "unknown"] += each[
             "requests"
@@ -144,14 +145,13 @@ def percentile(counts: Mapping[int, int], percent: int) -> float | None:
         percent: 1 to 100.
     """
     bins = sorted(number for number, count in counts.items() if number != NO_TOKEN and count)
-    wanted, before = (
-        sum(counts[number] for number in bins) * percent,
-        0,
-    )  # in hundredths, no float decides
+    wanted = sum(counts[number] for number in bins) * percent  # in hundredths, no float decides
+    before = 0
     for number in bins:
         count = counts[number] * 100
         if before + count >= wanted:
-            low, high = BOUNDS_S[max(number - 1, 0)], BOUNDS_S[min(number, len(BOUNDS_S) - 1)]
+            low = BOUNDS_S[max(number - 1, 0)]
+            high = BOUNDS_S[min(number, len(BOUNDS_S) - 1)]
             return float(low * (high / low) ** ((wanted - before) / count))
         before += count
     return None

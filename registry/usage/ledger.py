@@ -43,7 +43,7 @@ from manylora.registry.usage.prices import PriceTable
 INTERVAL_S = 1.0
 """Seconds from an event until the journal is moved to the database; also the wait after a failed move."""
 LOOK_S = 1.0
-"""Seconds between two looks at whether the database's file is still there."""
+"""Seconds between two looks at whether the database's files are still there."""
 BATCH_EVENTS = 500
 INTERRUPTED = "interrupted"
 
@@ -112,7 +112,7 @@ class UsageLedger:
                 self._bill_later(marks, grace_s), name="manylora-usage-biller"
             )
         self._mover = asyncio.create_task(self._move_forever(), name="manylora-usage-mover")
-        self._watcher = asyncio.create_task(self._watch_file(), name="manylora-database-file")
+        self._watcher = asyncio.create_task(self._watch_files(), name="manylora-database-files")
 
     def check(self) -> None:
         """Return if the end of a request can be recorded, as far as is known; ask before computing for it.
@@ -121,7 +121,7 @@ class UsageLedger:
             CapacityError: It cannot; code storage.full, storage.unavailable or db.lost.
         """
         self.journal.check()
-        self.database.check_file()
+        self.database.check_files()
 
     async def close(self) -> None:
         """Move the rest of the journal if the database answers; else it is replayed at the next start."""
@@ -241,15 +241,12 @@ class UsageLedger:
         async with self.database.read() as session:
             return await usage.summary(session, adapter_ids)
 
-    async def tokens(
-        self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()
-    ) -> int:
-        """Tokens billed to a tenant or a key, with the latest events.
+    async def month_tokens(self, holder_id: str, month: datetime, but: Collection[str] = ()) -> int:
+        """Tokens of a calendar month that were billed to a tenant or a key, with the latest events.
 
         Args:
-            holder: `{"tenant_id": ...}` or `{"key_id": ...}`.
-            start: A full hour.
-            end: The first full hour that does not count.
+            holder_id: The tenant or the key.
+            month: First moment of the month.
             but: Ids of events that do not count; ids may be added during the call.
 
         Raises:
@@ -257,7 +254,7 @@ class UsageLedger:
         """
         await self.flush()
         async with self.database.read() as session:
-            return await usage.count_tokens(session, holder, to_micros(start), to_micros(end), but)
+            return await usage.month_tokens_without(session, holder_id, month, but)
 
     async def erase(self, key_ids: Collection[str]) -> int:
         """Delete the events of these keys, and what they added to the sums.
@@ -390,10 +387,10 @@ class UsageLedger:
                 await asyncio.sleep(self.interval_s)
                 self._has_unmoved.set()  # not before: another caller's flush may have failed meanwhile
 
-    async def _watch_file(self) -> None:
+    async def _watch_files(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self.database.look_for_file()
+            await self.database.look_for_files()
 
     async def _flush_or_log(self) -> bool:
         try:

@@ -16,7 +16,7 @@ from sqlalchemy import BigInteger, ColumnElement, FromClause, and_, case, cast, 
 UNITS = 10**10
 """Units of cost in one of the currency."""
 PART = 10**5
-"""Costs are summed in two parts, multiples of so many units and the rest. 2^63 units, the largest integer of databases,
+"""Units in the larger of the two parts in which costs are summed. 2^63 units, the largest integer of databases,
 are only 900 million of a currency. In parts the sum of 9 * 10^13 tokens fits at any price."""
 
 
@@ -39,10 +39,10 @@ class PriceTable:
     """Such as `EUR`."""
     default: Price
     base: Price | None = None
-    """Of requests without an adapter."""
+    """Price of requests without an adapter."""
     tenants: Mapping[str, Price] = field(default_factory=dict)
     adapters: Mapping[tuple[str, str], Price] = field(default_factory=dict)
-    """By the caller's tenant and the adapter's name."""
+    """Prices by the caller's tenant and the adapter's name."""
     batch: Decimal = Decimal(1)
     """Factor on every price for a line of a batch. A price times this factor must be a whole number of units."""
 

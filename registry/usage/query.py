@@ -59,10 +59,16 @@ _EVENT_SUMS = (
     sa.case((_events.c.status == RETRIED, 0), else_=1).label("requests"),
     *(_events.c[name] for name in SUMS[1:]),
 )
-"""What one event adds to each of the sums."""
+"""Amounts that one event adds to the sums."""
 _OPTIONAL = (
-    *("tenant_id", "tenant", "key_id"),
-    *("adapter_id", "adapter", "adapter_version", "adapter_digest", "adapter_state"),
+    "tenant_id",
+    "tenant",
+    "key_id",
+    "adapter_id",
+    "adapter",
+    "adapter_version",
+    "adapter_digest",
+    "adapter_state",
 )
 """Fields of an event that may be None; the table has the empty text or 0."""
 
@@ -85,11 +91,8 @@ async def query(
     buckets = await _buckets(session, query)
     needed = NAMES if "adapter" in _names(query) else _names(query)
     facts = _facts(query, buckets, needed if prices is None else (*NAMES, "service_class"))
-    costs = (
-        prices.costs(facts)
-        if prices is not None
-        else (sa.literal(0, sa.BigInteger), sa.literal(0, sa.BigInteger))
-    )
+    nothing = sa.literal(0, sa.BigInteger)
+    costs = (nothing, nothing) if prices is None else prices.costs(facts)
     sums = [
         sum_of(each, name)
         for name, each in zip(_FIGURES, (*(facts.c[name] for name in SUMS), *costs), strict=True)
@@ -107,7 +110,8 @@ async def query(
     rows = [_usage_row(query, buckets, row) for row in found[: query.limit]]
     more = len(found) > query.limit
     if not more and query.after is None:
-        totals, groups = _total(rows), len({_group(row) for row in rows})
+        totals = _total(rows)
+        groups = len({tuple(row[name] for name in group_columns(query)) for row in found})
     else:
         totals, groups = await _whole(session, query, facts, sums)
     return UsageReport(
@@ -167,7 +171,7 @@ def matching(
 
 
 def _asked_by_owner(query: UsageQuery, table: sa.FromClause) -> sa.ColumnElement[bool]:
-    """Whether the owner of a wanted `owner/name` asked: its own usage says only `name`."""
+    """True if the owner of a wanted `owner/name` asked: its own usage says only `name`."""
     owned = [tuple(text.split("/", 1)) for text in query.adapters if "/" in text]
     return sa.tuple_(table.c.tenant, table.c.adapter).in_(owned)
 
@@ -336,10 +340,6 @@ def _usage_row(
         **ids,
         **_figures(row),
     )
-
-
-def _group(row: UsageRow) -> tuple[object, ...]:
-    return row.tenant_id, row.adapter_id, row.version, row.key_id, row.status, row.service_class
 
 
 def _total(rows: Iterable[UsageTotals]) -> UsageTotals:

@@ -8,17 +8,17 @@ the first token, by adapter. The names of tenants and adapters stay as the first
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, FromClause, String, Table, case, delete, func, select
+from sqlalchemy import ColumnElement, String, Table, case, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.errors import InvalidRequestError
 from manylora.registry import audit
-from manylora.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
+from manylora.registry.db.clock import HOUR_US, from_micros, month_after, month_of, to_micros
 from manylora.registry.db.database import insert_into
 from manylora.registry.db.models import (
     UsageAdapterRow,
@@ -49,6 +49,7 @@ _TEXTS = {
 }
 """Texts, with the most characters that the column takes. `request_id` is cut instead of refused."""
 _adapters = UsageAdapterRow.__table__.c
+_months = UsageMonthRow.__table__.c
 _TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow, UsageMonthRow)
 
 
@@ -99,29 +100,35 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
     await add_to_sums(session, (rows[event_id] for event_id in inserted))
 
 
-async def count_tokens(
-    session: AsyncSession, holder: Mapping[str, str], start: int, end: int, but: Collection[str]
+async def month_tokens(
+    session: AsyncSession, ids: Collection[str], month: datetime
+) -> dict[str, int]:
+    """Prompt and completion tokens of a calendar month, by the ids of tenants and keys that have any."""
+    tokens = sum_of(_months.prompt_tokens + _months.completion_tokens, "tokens")
+    found: dict[str, int] = {}
+    for holder in (_months.tenant_id, _months.key_id) if ids else ():
+        sums = select(holder, tokens).where(_months.month == to_micros(month), holder.in_(ids))
+        found |= dict((await session.execute(sums.group_by(holder))).all())
+    return found
+
+
+async def month_tokens_without(
+    session: AsyncSession, holder_id: str, month: datetime, events: Collection[str]
 ) -> int:
-    """Prompt and completion tokens of whole hours, without those of the events `but`.
+    """Tokens of a tenant or a key in a month, without those of some events.
 
-    Args:
-        session: A transaction on one snapshot.
-        holder: `{"tenant_id": ...}` or `{"key_id": ...}`.
-        start: First microsecond of the first hour.
-        end: First microsecond after the last hour.
-        but: Ids. Read after the sums: ids that are added while the sums are read count, too.
+    The ids of the events are read after the sum: ids that are added meanwhile count, too.
     """
-
-    async def total(table: FromClause, *conditions: ColumnElement[bool]) -> int:
-        of_holder = (table.c[name] == value for name, value in holder.items())
-        tokens = func.coalesce(func.sum(table.c.prompt_tokens + table.c.completion_tokens), 0)
-        in_range = (table.c.at >= start, table.c.at < end)
-        return int(
-            await session.scalar(select(tokens).where(*in_range, *of_holder, *conditions)) or 0
-        )
-
-    tokens = await total(UsageRollupRow.__table__)
-    return tokens - (await total(UsageEventRow.__table__, _events.id.in_(list(but))) if but else 0)
+    tokens = (await month_tokens(session, [holder_id], month)).get(holder_id, 0)
+    if not events:
+        return tokens
+    left_out = select(sum_of(_events.prompt_tokens + _events.completion_tokens, "tokens")).where(
+        _events.id.in_(list(events)),
+        or_(_events.tenant_id == holder_id, _events.key_id == holder_id),
+        _events.at >= to_micros(month),
+        _events.at < to_micros(month_after(month)),
+    )
+    return tokens - (await session.scalar(left_out) or 0)
 
 
 def _row(event: UsageEvent) -> dict[str, Any]:

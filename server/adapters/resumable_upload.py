@@ -158,7 +158,7 @@ async def complete(
 
 
 def _offset(request: Request, file: FileFacts) -> int | None:
-    """Where the bytes begin by the header Content-Range; None where they are the whole file."""
+    """First byte by the header Content-Range; None if the body is the whole file."""
     given = request.headers.get("content-range")
     if given is None:
         return None

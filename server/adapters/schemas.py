@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from manylora.adapters.ref import AdapterTier, ResidentAdapter
-from manylora.config import MAX_RANK_LIMIT
 from manylora.errors import EngineUnavailableError, InvalidRequestError
+from manylora.lora_rows import MAX_RANK
 from manylora.registry.names import MAX_DESCRIPTION
 from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Upload, VersionWeights
 from manylora.server.http.bodies import (
@@ -74,8 +74,7 @@ class VersionFields(View):
     expires_at: Moment | None
     """When an ephemeral version is withdrawn; null: not by time."""
     created_at: Moment
-    report: ReportView | None
-    """Null where nothing was noted."""
+    report: ReportView
 
 
 class VersionView(VersionFields):
@@ -214,7 +213,7 @@ _Targets = Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGE
 class PlannedAdapters(Body):
     """Adapters that do not exist yet: of one rank, on the same modules of every layer."""
 
-    rank: int = Field(ge=1, le=MAX_RANK_LIMIT)
+    rank: int = Field(ge=1, le=MAX_RANK)
     target_modules: _Targets = Field(default_factory=list)
     """`all-linear`, or names of modules."""
     count: int = Field(1, ge=1, le=MAX_PLANNED)
@@ -404,7 +403,6 @@ def _version_fields(
         "applied_modules": version,
         "residency": tier,
         "ephemeral": version.held_by is not None,
-        "report": version.report or None,
     }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from manylora.registry.db.clock import month_after, month_of
+from manylora.registry.db.clock import month_of
 from manylora.registry.limits import Limits
 
 if TYPE_CHECKING:
@@ -195,8 +195,7 @@ async def _read_month(usage: UsageLedger, held: LimitedAccount, month: datetime)
             return
         account.arrived = {}
         try:
-            of_holder = {f"{held.holder}_id": held.holder_id}
-            tokens = await usage.tokens(of_holder, month, month_after(month), account.arrived)
+            tokens = await usage.month_tokens(held.holder_id, month, account.arrived)
             account.month_tokens = tokens + sum(
                 count for ended, count in account.arrived.values() if ended == month
             )

@@ -65,7 +65,7 @@ class StagedFolder:
         return sizes
 
     def writer(self, upload_id: str, name: str) -> FolderWriter:
-        """For adding to a file; nothing is opened yet."""
+        """Make a writer that adds to a file; nothing is opened yet."""
         return FolderWriter(self._root / _checked(upload_id) / name)
 
     def read(self, upload_id: str, name: str) -> Iterator[bytes]:
@@ -157,7 +157,7 @@ class StagedObjects:
         return {name: _chain(pieces)[1] for name, pieces in self._pieces(upload_id).items()}
 
     def writer(self, upload_id: str, name: str) -> ObjectWriter:
-        """For adding to a file; nothing is asked yet."""
+        """Make a writer that adds to a file; nothing is asked yet."""
         return ObjectWriter(
             self._bucket,
             f"uploads/{_checked(upload_id)}/{name}",
@@ -188,7 +188,7 @@ class StagedObjects:
 
 class _Piece(NamedTuple):
     offset: int
-    """Where in the file it begins."""
+    """Place in the file at which it begins."""
     size: int
     key: str
 

@@ -246,20 +246,37 @@ def case(request: pytest.FixtureRequest, bench: Bench) -> Case:
     return Case(prompts, adapters, expected, PATTERNS.index(request.param))
 
 
-@pytest.fixture(scope="module")
-def roomy(bench: Bench) -> Iterator[EngineParts]:
-    parts = bench.engine(prefix_cache=False, max_running=16, step_tokens=512)
+@contextlib.contextmanager
+def checked(parts: EngineParts) -> Iterator[EngineParts]:
+    """An engine whose pages, slots and requests add up in the end."""
     yield parts
     parts.core.check()
     parts.core.close()
+
+
+@pytest.fixture(scope="module")
+def roomy(bench: Bench) -> Iterator[EngineParts]:
+    with checked(bench.engine(prefix_cache=False, max_running=16, step_tokens=512)) as parts:
+        yield parts
 
 
 @pytest.fixture(scope="module")
 def caching(bench: Bench) -> Iterator[EngineParts]:
-    parts = bench.engine(prefix_cache=True, max_running=16, step_tokens=64)
-    yield parts
-    parts.core.check()
-    parts.core.close()
+    with checked(bench.engine(prefix_cache=True, max_running=16, step_tokens=64)) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def chunking(bench: Bench) -> Iterator[EngineParts]:
+    with checked(bench.engine(prefix_cache=True, max_running=6, step_tokens=9)) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def overlapping(bench: Bench) -> Iterator[EngineParts]:
+    made = bench.engine(prefix_cache=True, max_running=6, step_tokens=24, overlap="on")
+    with checked(made) as parts:
+        yield parts
 
 
 def test_the_reference_itself_tells_the_adapters_apart(bench: Bench) -> None:
@@ -296,20 +313,14 @@ def test_in_shuffled_order(bench: Bench, case: Case, roomy: EngineParts) -> None
     assert run_all(roomy.core, requests) == case.expected
 
 
-def test_with_chunked_prefill(bench: Bench, case: Case) -> None:
-    parts = bench.engine(prefix_cache=True, max_running=6, step_tokens=9)
-    assert run_all(parts.core, case.requests(bench.refs(parts))) == case.expected
-    assert max(step.tokens for step in parts.core.status().last_steps) <= 9
-    parts.core.check()
-    parts.core.close()
+def test_with_chunked_prefill(bench: Bench, case: Case, chunking: EngineParts) -> None:
+    assert run_all(chunking.core, case.requests(bench.refs(chunking))) == case.expected
+    assert max(step.tokens for step in chunking.core.status().last_steps) <= 9
 
 
-def test_with_overlap(bench: Bench, case: Case) -> None:
+def test_with_overlap(bench: Bench, case: Case, overlapping: EngineParts) -> None:
     """Each step is launched before the one before it is read; requests come while others decode."""
-    parts = bench.engine(prefix_cache=True, max_running=6, step_tokens=24, overlap="on")
-    assert run_all(parts.core, case.requests(bench.refs(parts))) == case.expected
-    parts.core.check()
-    parts.core.close()
+    assert run_all(overlapping.core, case.requests(bench.refs(overlapping))) == case.expected
 
 
 def test_on_cached_prefixes(bench: Bench, case: Case, caching: EngineParts) -> None:

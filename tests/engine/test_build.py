@@ -20,14 +20,15 @@ from manylora.engine import build
 from manylora.engine.build import EngineParts, build_engine
 from manylora.engine.execution.memory_plan import format_plan
 from manylora.engine.execution.step_programs import StepPrograms
-from manylora.engine.model import weights
+from manylora.engine.model.checkpoint import weights
+from manylora.engine.model.checkpoint.weights import base_digest
 from manylora.engine.model.device import has_idle_core
 from manylora.engine.model.spec import read_spec
-from manylora.engine.model.weights import base_digest
 from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import ConfigError, ContextLengthError
-from manylora.kernels.dispatch import AttentionNeeds, Kernels, kernels_for
+from manylora.kernels.dispatch import Kernels, kernels_for
+from manylora.kernels.kv_layer import AttentionNeeds
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 

@@ -13,7 +13,7 @@ from implementations import INTERPRETS, TRITON
 from manylora.adapters.lora import step as lora_step
 from manylora.engine import build
 from manylora.engine.llm import LLM
-from manylora.engine.model import weights
+from manylora.engine.model.checkpoint import weights
 from manylora.engine.sampling_params import SamplingParams
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 

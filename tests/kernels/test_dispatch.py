@@ -10,12 +10,12 @@ from manylora.engine.model.device import choose_device
 from manylora.errors import ConfigError
 from manylora.kernels import dispatch
 from manylora.kernels.dispatch import (
-    AttentionNeeds,
     Kernels,
     kernels_for,
     native_kernels,
     torch_kernels,
 )
+from manylora.kernels.kv_layer import AttentionNeeds
 from manylora.kernels.native import sgmv as sgmv_native
 from manylora.kernels.plain import sampling as sampling_cpu
 

@@ -18,11 +18,11 @@ from fake_flashinfer import FakeFlashInfer
 from implementations import BF16, CPU, F16, F32, FLASHINFER, TORCH, TRITON, Implementation
 from manylora.errors import ConfigError
 from manylora.kernels.attention_batch import AttentionBatch
-from manylora.kernels.dispatch import AttentionNeeds, Kernels, kernels_for, with_flashinfer
+from manylora.kernels.dispatch import Kernels, kernels_for, with_flashinfer
 from manylora.kernels.flashinfer import attention as flashinfer_attention
 from manylora.kernels.flashinfer.attention import HEAD_DIMS, NUM_PLANS, FlashInferAttention
 from manylora.kernels.flashinfer.probe import open_flashinfer
-from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.kv_layer import AttentionNeeds, KvLayer
 from numerics import assert_rows_close
 from oracles import ORACLES
 from scattered_kv import AttentionCase, ScatteredKv

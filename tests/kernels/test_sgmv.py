@@ -1,22 +1,18 @@
 """The contract of SGMV."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from implementations import BF16, CPU, F16, F32, TORCH, Implementation, needs_compiler, num_threads
+from manylora.kernels import native
 from manylora.kernels.native.sgmv import sgmv as native_sgmv
-from manylora.kernels.sgmv import (
-    GROUP_ROWS,
-    UNIT_BYTES,
-    SgmvOperands,
-    SgmvSite,
-    Tiles,
-    row_pitch_units,
-)
-from manylora.memory import geometry
+from manylora.kernels.sgmv import SgmvOperands, SgmvSite, Tiles
+from manylora.lora_rows import GROUP_ROWS, MAX_RANK, PITCH_BYTES, row_pitch_bytes
 from numerics import assert_rows_close, bits
 from scattered_lora import LAYER, ScatteredLora, SgmvCase, make_tiles
 
@@ -164,7 +160,7 @@ def test_nothing_but_an_adapter_s_own_weights_is_read(
     for slot in (0, 2):
         for part, sizes in enumerate(((100, 100), (130, 24))):
             for module, size in zip(operands.site.modules, sizes, strict=True):
-                group_units = 8 * row_pitch_units(size, dtype.itemsize)
+                group_units = 8 * row_pitch_bytes(size, dtype.itemsize) // PITCH_BYTES
                 for offset in operands.offsets[slot, LAYER, module, part].tolist():
                     units[offset : offset + group_units if offset >= 0 else offset] = float("nan")
     operands.tables.scalings[[0, 2]] = float("nan")
@@ -261,11 +257,12 @@ def test_another_mix_of_adapters_works_in_the_same_tables(impl: Implementation) 
         assert_rows_close(y.cpu(), world.expected())
 
 
-def test_constants_are_those_of_the_page_format() -> None:
-    assert GROUP_ROWS == geometry.GROUP_ROWS
-    assert UNIT_BYTES == geometry.PITCH_BYTES
-    for features in (1, 128, 129, 2049):
-        assert row_pitch_units(features, 2) * UNIT_BYTES == geometry.row_pitch_bytes(features, 2)
+def test_the_constants_in_cplusplus_are_those_of_the_page_format() -> None:
+    sources = sorted(Path(native.__file__).parent.glob("*.[ch]*"))
+    text = "".join(path.read_text() for path in sources)
+    stated = re.findall(r"\b(GROUP_ROWS|UNIT_BYTES|MAX_RANK) = (\d+);", text)
+    expected = {"GROUP_ROWS": GROUP_ROWS, "UNIT_BYTES": PITCH_BYTES, "MAX_RANK": MAX_RANK}
+    assert sorted(stated) == sorted((name, str(number)) for name, number in expected.items())
 
 
 def test_misfits_are_refused_with_expected_and_got(impl: Implementation) -> None:

@@ -13,7 +13,7 @@ from implementations import CPU, INTERPRETS, TRITON
 from manylora.adapters.lora import step as lora_step
 from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
 from manylora.engine.execution.batch import build_batch
-from manylora.engine.model import weights
+from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.decoder import KvViews
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model, reference_logits

@@ -21,7 +21,9 @@ time.sleep(300)
 COMMAND = """
 import signal, sys, time
 from pathlib import Path
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which tests may run, has it ignored
+# Tests may run in the background of a shell, which has SIGINT ignored, or under nohup, which has SIGHUP ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from manylora.server.server_process import server_process
 with server_process(0, Path(sys.argv[1]), [], program="sleeper") as server:
     print(server.pid, flush=True)

@@ -1,8 +1,8 @@
-"""Compiles the Triton kernels without a GPU and prints what came of it: `ptx_report.py ARCHITECTURE [KIND...] [--all]`.
+"""Compiles the Triton kernels without a GPU and prints what came of it: `ptx_report.py ARCHITECTURE... [--all 90]`.
 
-A program, not to be imported: it needs a process in which TRITON_INTERPRET is not set. ARCHITECTURE is 80, 90 or 100,
-KIND a key of `KINDS` (all of them if none is given). Prints one JSON object, variant -> counts of instructions, and
-registers, bytes of stack and bytes of shared memory. Without --all, it leaves out the variants that are minor.
+A program, not to be imported: it needs a process in which TRITON_INTERPRET is not set. ARCHITECTURE is 80, 90 or 100.
+Prints one JSON object, architecture -> variant -> counts of instructions, and registers, bytes of stack and bytes of
+shared memory. Variants that are minor are compiled for the architecture of --all alone.
 """
 
 from __future__ import annotations
@@ -287,12 +287,12 @@ def _sampling_variants() -> dict[str, Variant]:
     }
 
 
-KINDS: dict[str, Callable[[], dict[str, Variant]]] = {
-    "attention": _attention_variants,
-    "lora": _lora_variants,
-    "rows": _row_variants,
-    "sampling": _sampling_variants,
-}
+KINDS: tuple[Callable[[], dict[str, Variant]], ...] = (
+    _attention_variants,
+    _lora_variants,
+    _row_variants,
+    _sampling_variants,
+)
 
 
 def figures(compiled: Any) -> dict[str, int]:
@@ -311,19 +311,26 @@ def figures(compiled: Any) -> dict[str, int]:
     return {**found, "shared": compiled.metadata.shared}
 
 
+def report(arch: int, *, is_whole: bool) -> dict[str, dict[str, int]]:
+    """The figures of variants for one architecture."""
+    for sizes in (attention_triton.item_sizes, attention_triton.chunk_sizes):
+        sizes.cache_clear()  # those of the architecture before
+    with mock.patch.object(attention_triton, "architecture", return_value=f"sm{arch}"):
+        found = {name: each for make in KINDS for name, each in make().items()}
+    return {
+        name: figures(each.compile(arch))
+        for name, each in found.items()
+        if is_whole or not each.is_minor
+    }
+
+
 def main() -> None:
-    """Print the figures of variants for one architecture."""
+    """Print the figures of variants."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("arch", type=int)
-    parser.add_argument("kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("archs", type=int, nargs="+")
+    parser.add_argument("--all", type=int)
     options = parser.parse_args()
-    with mock.patch.object(attention_triton, "architecture", return_value=f"sm{options.arch}"):
-        found = {name: each for kind in options.kinds for name, each in KINDS[kind]().items()}
-    variants = {name: each for name, each in found.items() if options.all or not each.is_minor}
-    print(
-        json.dumps({name: figures(each.compile(options.arch)) for name, each in variants.items()})
-    )
+    print(json.dumps({arch: report(arch, is_whole=arch == options.all) for arch in options.archs}))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ def facts(content: str, rank: int = 8) -> VersionFacts:
         total=28,
         parameters=4096,
         size_bytes=16_384,
+        peft_version="0.18.0",
+        report={"dtype": ["F32"], "layout": "peft", "renamed": 0, "warnings": []},
     )
 
 

@@ -19,9 +19,10 @@ from manylora.adapters.residency.images import HostImage, HostImages
 from manylora.adapters.residency.load_threads import LoadQueue, TaskExecutor
 from manylora.adapters.residency.loader import AdapterLoader
 from manylora.adapters.residency.residency import Residency
+from manylora.lora_rows import PITCH_BYTES
 from manylora.memory.arena import Arena, PageCopier
 from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
-from manylora.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
+from manylora.memory.geometry import PageGeometry, page_geometry
 from manylora.memory.host_slab import HostSlab
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed

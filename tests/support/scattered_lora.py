@@ -8,15 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from manylora.kernels.sgmv import (
-    GROUP_ROWS,
-    UNIT_BYTES,
-    SgmvOperands,
-    SgmvSite,
-    SgmvTables,
-    Tiles,
-    row_pitch_units,
-)
+from manylora.kernels.sgmv import SgmvOperands, SgmvSite, SgmvTables, Tiles
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 MIXED_RANKS = (0, 1, 4, 8, 16, 24, 64, 128, 256)
 NUM_LAYERS = 2
@@ -54,11 +47,11 @@ class ScatteredLora:
         num_modules = len(case.widths) + 2
         self.site = SgmvSite(case.in_features, tuple(range(1, 1 + len(case.widths))), case.widths)
         element_size = case.dtype.itemsize
-        self.unit = UNIT_BYTES // element_size
+        self.unit = PITCH_BYTES // element_size
         slots = len(case.ranks)
         groups = -(-max(case.ranks) // GROUP_ROWS)
         largest = max(case.in_features, *case.widths)
-        page_units = 2 * GROUP_ROWS * row_pitch_units(largest, element_size)
+        page_units = 2 * GROUP_ROWS * row_pitch_bytes(largest, element_size) // PITCH_BYTES
         self.offsets = torch.full(
             (slots, NUM_LAYERS, num_modules, 2, groups), -1, dtype=torch.int32
         )
@@ -96,7 +89,11 @@ class ScatteredLora:
         self.dense[slot, module] = (lora_a, lora_bt)
         images = []
         for part, weights in enumerate((lora_a, lora_bt)):
-            pitch = row_pitch_units(weights.shape[1], self.case.dtype.itemsize) * self.unit
+            pitch = (
+                row_pitch_bytes(weights.shape[1], self.case.dtype.itemsize)
+                // PITCH_BYTES
+                * self.unit
+            )
             rows = torch.full((padded, pitch), float("nan"), dtype=self.case.dtype)
             rows[:, : weights.shape[1]] = 0
             rows[:rank, : weights.shape[1]] = weights

@@ -22,18 +22,19 @@ from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.execution.step_program import StepDevice
 from manylora.engine.execution.step_programs import StepPrograms
-from manylora.engine.model import weights as model_weights
+from manylora.engine.model.checkpoint import weights as model_weights
+from manylora.engine.model.checkpoint.weights import load_decoder
 from manylora.engine.model.decoder import KvViews
 from manylora.engine.model.spec import base_shape, read_spec
-from manylora.engine.model.weights import load_decoder
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from manylora.errors import StaleSlotError
 from manylora.kernels.dispatch import kernels_for, triton_kernels
 from manylora.kernels.weight_format import WeightFormat
+from manylora.lora_rows import PITCH_BYTES
 from manylora.memory.arena import Arena
 from manylora.memory.block_table import BlockTable
-from manylora.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
+from manylora.memory.geometry import PageGeometry, page_geometry
 from manylora.memory.host_slab import HostSlab
 from manylora.memory.pool import PagePool
 

@@ -69,7 +69,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     bucket = s3.new_bucket()
     monkeypatch.setattr(s3_blobs, "UNCLAIMED_S", 0)
-    blobs = S3Blobs(Bucket(bucket, "", allow_http=True), cache=local, cache_bytes=1 << 30)
+    blobs = S3Blobs(Bucket(bucket, "", allow_http=True), cache=local.root, cache_bytes=1 << 30)
     return Kept(blobs, local, s3, bucket)
 
 

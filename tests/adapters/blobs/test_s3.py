@@ -48,7 +48,7 @@ def blobs(bucket: str, tmp_path: Path) -> S3Blobs:
 
 def s3_blobs_in(bucket: str, cache: Path, *, cache_bytes: int = 1 << 30) -> S3Blobs:
     opened = Bucket(bucket, "team/a", allow_http=True)
-    return S3Blobs(opened, cache=LocalBlobs(cache), cache_bytes=cache_bytes)
+    return S3Blobs(opened, cache=cache, cache_bytes=cache_bytes)
 
 
 def read_error(blobs: BlobStore, sha256: str = DIGEST) -> str:

@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 from lora_files import base_shape
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.lora.layout import LAYOUT_VERSION, LoraLayout, adapter_pages, plan_layout
-from manylora.memory.geometry import (
-    GROUP_ROWS,
-    PITCH_BYTES,
-    PageGeometry,
-    page_geometry,
-    row_pitch_bytes,
-)
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
+from manylora.memory.geometry import PageGeometry, page_geometry
 
 
 def geometry_for(

@@ -10,7 +10,7 @@ from manylora.adapters.checkpoint.reader import Checkpoint, check_weights, read_
 from manylora.adapters.checkpoint.safetensors_header import header_bytes
 from manylora.adapters.lora.layout import LoraLayout, plan_layout
 from manylora.adapters.lora.packing import READ_BYTES, Packing, group_runs
-from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
+from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 from residency_parts import tiny_geometry
 
 BASE = tiny_base()

@@ -42,7 +42,7 @@ class Crowd:
             key=flow,
             arrival_index=self._arrivals,
             arrived_s=0.0,
-            cost=RequestCost(adapter=ref, num_prompt=5),
+            cost=RequestCost(tenant=tenant, adapter=ref, num_prompt=5),
             priority=priority,
         )
         self.order.enter(place)

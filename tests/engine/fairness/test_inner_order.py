@@ -21,7 +21,7 @@ def arrived(second: float, *, tokens: int = 1, start_by_s: float = float("inf"))
         arrival_index=second,
         arrived_s=second,
         start_by_s=start_by_s,
-        cost=RequestCost(adapter=None, num_prompt=5, predicted_tokens=tokens),
+        cost=RequestCost(tenant="", adapter=None, num_prompt=5, predicted_tokens=tokens),
     )
 
 

@@ -31,6 +31,7 @@ from manylora.adapters.ref import AdapterRef
 from manylora.config import Config, ModelConfig, environment
 from manylora.engine.core import MAX_FAILURES
 from manylora.engine.process import client as client_module
+from manylora.engine.process import supervisor
 from manylora.engine.process.client import EngineClient
 from manylora.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
 from manylora.engine.process.pulse import StallDetector
@@ -188,7 +189,7 @@ def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
 
     monkeypatch.setattr(MortalConnection, "start", start_once)
     monkeypatch.setattr(client_module, "EngineConnection", MortalConnection)
-    monkeypatch.setattr("manylora.engine.process.supervisor.SECOND_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "SECOND_DELAY_S", 0.0)
     lines: list[str] = []
     client = EngineClient(Config(model=ModelConfig(path="m")), announce=lines.append)
 
@@ -274,6 +275,33 @@ def test_a_paused_engine_that_is_killed_is_paused_when_it_is_back(
     engine.run(main())
 
 
+def test_a_machine_that_cannot_start_a_process_now_is_tried_again(
+    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, restarts = engine.client, engine.client.restarts
+    start = subprocess.Popen
+    refusals = [BlockingIOError("no more processes")]
+
+    def start_at_second_try(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        if refusals:
+            raise refusals.pop()
+        return start(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_at_second_try)
+    monkeypatch.setattr(supervisor, "CRASH_LOOP_DELAY_S", 0.0)
+
+    async def has_come_back() -> bool:
+        return client.restarts == restarts + 1
+
+    async def main() -> None:
+        os.kill(client.pid or 0, signal.SIGKILL)
+        await eventually(has_come_back)
+        assert tokens_of(await collect(client, question("after a refusal", prompt)))
+
+    engine.run(main())
+    assert not refusals
+
+
 FAILING_WORKER = """
 import sys
 from pathlib import Path
@@ -325,6 +353,7 @@ def test_a_stopped_engine_is_replaced_and_nobody_waits_for_ever(
     engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(supervisor, "CRASH_LOOP_DELAY_S", 0.0)
     client = engine.client
 
     async def main() -> None:
@@ -402,7 +431,7 @@ def test_an_engine_that_stops_while_it_starts_is_ended(
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start_stopped)
-    monkeypatch.setattr("manylora.engine.process.supervisor.SILENT_START_S", 1.0)
+    monkeypatch.setattr(supervisor, "SILENT_START_S", 1.0)
 
     async def main() -> None:
         client = EngineClient(config, announce=lambda _: None)
@@ -486,28 +515,3 @@ def test_no_engine_outlives_its_parent(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert list(folder.iterdir()) == []
-
-
-def test_a_machine_that_cannot_start_a_process_now_is_tried_again(
-    config: Config, prompt: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(config)
-    client = engine.client
-    start = subprocess.Popen
-    refusals = [BlockingIOError("no more processes")]
-
-    def start_at_second_try(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        if refusals:
-            raise refusals.pop()
-        return start(command, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", start_at_second_try)
-
-    async def main() -> None:
-        os.kill(client.pid or 0, signal.SIGKILL)
-        await eventually(lambda: has_restarted(client))
-        assert tokens_of(await collect(client, question("after", prompt)))
-
-    engine.run(main())
-    assert not refusals
-    engine.close()

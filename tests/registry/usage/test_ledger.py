@@ -15,6 +15,7 @@ from sqlalchemy.exc import ProgrammingError
 
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.registry.db import database as database_module
+from manylora.registry.db.clock import month_after
 from manylora.registry.db.database import Database
 from manylora.registry.db.models import UsageEventRow
 from manylora.registry.records import UsageQuery
@@ -154,7 +155,7 @@ async def test_a_deleted_file_is_noticed_without_a_write(
 
     async def until(is_lost: bool) -> None:
         async with asyncio.timeout(60):
-            while is_lost != database._file._is_lost:  # type: ignore[union-attr]  # noqa: ASYNC110 - nobody is told
+            while is_lost != bool(database._files._lost):  # type: ignore[union-attr]  # noqa: ASYNC110 - nobody is told
                 await asyncio.sleep(0.01)
 
     ledger.check()
@@ -444,36 +445,31 @@ async def test_a_flush_that_failed_serves_nobody_else(
     assert set(await _stored(database)) == {"use_1"}
 
 
-async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLedger) -> None:
-    hour = timedelta(hours=1)
+async def test_tokens_are_those_of_one_holder_and_of_one_month(ledger: UsageLedger) -> None:
+    month = NOON.replace(day=1, hour=0)
+    after = month_after(month)
     others = {"tenant_id": "ten_rival", "key_id": "key_2"}
     for event in (
-        usage_event("use_before", at=NOON - timedelta(microseconds=1), prompt_tokens=1_000_000),
-        usage_event("use_first", prompt_tokens=1, cached_tokens=1, completion_tokens=2),
-        usage_event(
-            "use_again", at=NOON + hour / 2, prompt_tokens=10, completion_tokens=20, adapter_id=None
-        ),
+        usage_event("use_before", at=month - timedelta(microseconds=1), prompt_tokens=1_000_000),
+        usage_event("use_first", at=month, prompt_tokens=1, cached_tokens=1, completion_tokens=2),
+        usage_event("use_again", at=NOON, prompt_tokens=10, completion_tokens=20, adapter_id=None),
         usage_event(
             "use_last",
-            at=NOON + 2 * hour,
+            at=after - timedelta(microseconds=1),
             prompt_tokens=100,
             completion_tokens=200,
             status="aborted",
         ),
-        usage_event("use_after", at=NOON + 3 * hour, prompt_tokens=1_000_000),
+        usage_event("use_after", at=after, prompt_tokens=1_000_000),
         usage_event("use_other", prompt_tokens=1_000_000, **others),
     ):
         await ledger.record(event)
-    for holder in ({"tenant_id": "ten_acme"}, {"key_id": "key_1"}):
-        assert await ledger.tokens(holder, NOON, NOON + 3 * hour) == 333
-        assert (
-            await ledger.tokens(
-                holder, NOON, NOON + 3 * hour, ["use_again", "use_other", "use_before"]
-            )
-            == 303
-        )
-        assert await ledger.tokens(holder, NOON + 5 * hour, NOON + 6 * hour) == 0
-    assert await ledger.tokens({"tenant_id": "ten_nobody"}, NOON, NOON + hour) == 0
+    for holder_id in ("ten_acme", "key_1"):
+        assert await ledger.month_tokens(holder_id, month) == 333
+        left_out = ["use_again", "use_other", "use_before"]
+        assert await ledger.month_tokens(holder_id, month, left_out) == 303
+        assert await ledger.month_tokens(holder_id, month_after(after)) == 0
+    assert await ledger.month_tokens("ten_nobody", month) == 0
 
 
 async def test_a_replay_that_fails_lets_go_of_the_folder(

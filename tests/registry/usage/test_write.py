@@ -155,9 +155,7 @@ async def test_the_usage_of_keys_is_erased_with_an_audit_and_all_other_stays(
     assert await _requests(registry) == {None: 3, "key_2": 5}
     assert (await registry.usage.summary(["adp_support"]))["adp_support"].requests == 8
     assert await wrong_sums(registry.database) == 0
-    assert (
-        await registry.usage.tokens({"tenant_id": "ten_acme"}, BY_KEY.start, BY_KEY.end) == 8 * 30
-    )
+    assert await registry.usage.month_tokens("ten_acme", NOON.replace(day=1, hour=0)) == 8 * 30
     assert await registry.usage.erase([]) == 0
     audit = await registry.list_audit()
     assert [

@@ -179,10 +179,13 @@ async def test_a_restart_withdraws_what_was_in_memory_and_nothing_else(tmp_path:
         assert (await pushed(client, other_weights(1)))["version"] == 3
 
 
-async def test_another_server_says_that_it_has_not_got_it(app: Api) -> None:
+async def test_another_server_says_that_it_has_not_got_it(
+    app: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = await app.tenant("acme")
     body = await pushed(client, sound().weights)
     object.__setattr__(app.services, "server_name", "srv_other")
+    monkeypatch.setattr(app.services.versions.weights, "_server", "srv_other")
     refused = await ask(client)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_not_here")
     assert "retry-after" in refused.headers

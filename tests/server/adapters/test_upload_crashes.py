@@ -112,21 +112,13 @@ def check_nothing_is_half(data_dir: Path) -> None:
 
 
 class Nursery:
-    """Servers one after the other over one data folder."""
+    """Servers one after the other over one data folder, which is another one for each test."""
 
     def __init__(self, root: Path) -> None:
-        self.where, self._log, self.data_dir = root / "where", root / "server.log", root / "data"
+        self.where = root / "where"
+        self.data_dir = root
+        self._log = root / "server.log"
         self._log.touch()
-        arguments = (
-            "serve",
-            "--model",
-            str(DEMO_MODEL),
-            "--port",
-            "0",
-            "--data-dir",
-            str(self.data_dir),
-        )
-        self._line = json.dumps(arguments) + "\n"
         env = {
             **environment(),
             "PYTHONPATH": f"{SUPPORT}:{environment().get('PYTHONPATH', '')}",
@@ -152,7 +144,8 @@ class Nursery:
         assert self._program.stdin is not None
         assert self._program.stdout is not None
         seen = self._log.stat().st_size
-        self._program.stdin.write(self._line)
+        options = ["--model", str(DEMO_MODEL), "--port", "0", "--data-dir", str(self.data_dir)]
+        self._program.stdin.write(json.dumps(["serve", *options]) + "\n")
         self._program.stdin.flush()
         self._pid = int(self._program.stdout.readline())
         deadline = time.monotonic() + 60
@@ -169,17 +162,28 @@ class Nursery:
         self._pid, status = 0, int(self._program.stdout.readline())
         return status
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """End the server that runs."""
         if self._pid:
             os.kill(self._pid, signal.SIGTERM)
             self.status()
+
+    def close(self) -> None:
         self._program.communicate(timeout=20)
 
 
-@pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    with contextlib.closing(Nursery(tmp_path)) as made:
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """The program of the servers, which imports all that they need once."""
+    with contextlib.closing(Nursery(tmp_path_factory.mktemp("nursery"))) as made:
         yield made
+
+
+@pytest.fixture
+def nursery(imported: Nursery, tmp_path: Path) -> Iterator[Nursery]:
+    imported.data_dir = tmp_path / "data"
+    yield imported
+    imported.end()
 
 
 @pytest.mark.slow

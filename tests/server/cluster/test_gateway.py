@@ -716,6 +716,18 @@ async def test_the_adapter_of_a_lost_answer_is_billed(
     )
 
 
+async def test_a_gateway_takes_no_more_for_a_name_than_a_replica_does(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient
+) -> None:
+    tenant = await cluster.registry.tenants.get_tenant("acme")
+    await publish_version(cluster.registry, tenant.id, "sql", facts("weights"))
+    async with scripted(cluster, says(SSE_HEAD + FRAMES[0]), "one"):
+        await gateway.sees(one="ready")
+        await client.post(COMPLETIONS, json={**STREAM, "model": "other:sql"})
+    (billed,) = await cluster.events(gateway.registry)
+    assert (billed.adapter, billed.adapter_digest) == (None, None)
+
+
 @pytest.mark.parametrize(("query", "model"), [("?tenant=acme", "sql"), ("", "acme/sql")])
 async def test_an_admin_acts_for_a_tenant(
     cluster: FakeCluster, gateway: FakeGateway, query: str, model: str

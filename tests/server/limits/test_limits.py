@@ -451,7 +451,7 @@ async def test_a_quota_that_cannot_be_read_lets_nobody_pass(
         raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr(api.services.registry.usage, "tokens", down)
+        patch.setattr(api.services.registry.usage, "month_tokens", down)
         answer = await complete(client)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "db.unavailable")
     assert (await complete(client)).status_code == 200

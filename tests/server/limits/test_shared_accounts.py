@@ -27,7 +27,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def seconds(kind: str) -> float:
     """Of the load; shorter where each transaction takes longer."""
-    return 90.0 if kind == "sqlite" else 20.0
+    return 45.0 if kind == "sqlite" else 20.0
 
 
 @pytest.fixture

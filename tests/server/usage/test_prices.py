@@ -94,7 +94,7 @@ async def test_usage_shows_its_cost_where_there_are_prices(api: Api, tmp_path: P
     assert "currency" not in without
     assert "cost" not in without["totals"]
     (tmp_path / "prices.yaml").write_text(FILE)
-    object.__setattr__(api.services, "prices", read_prices(tmp_path / "prices.yaml"))
+    api.services.registry.prices = read_prices(tmp_path / "prices.yaml")
     usage = (await api.admin.get("/v1/usage?group_by=tenant")).json()
     units = {
         "acme": 40_000 * (adapted["prompt_tokens"] + adapted["completion_tokens"]),

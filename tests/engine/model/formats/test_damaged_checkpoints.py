@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from compressed_writers import compressed, int_weights
 from integer_writers import gptq, with_zero_bias
+from manylora.engine.model.checkpoint.weights import load_decoder
 from manylora.engine.model.formats import dequantised
 from manylora.engine.model.formats.stored import StoredLinear
 from manylora.engine.model.quantisation import Quantisation, read_quantisation
 from manylora.engine.model.spec import read_spec
-from manylora.engine.model.weights import load_decoder
 from manylora.errors import ConfigError
 from quantised_cases import BNB, CASES, GPTQ
 from quantised_models import WEIGHTS, Tensors, make_quantised

@@ -17,9 +17,9 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType, GGUFWriter
 
 from gguf_writer import Blocks, q4_k, q5_k, q6_k, write_gguf
+from manylora.engine.model.checkpoint.weights import base_digest, load_decoder
 from manylora.engine.model.spec import DecoderSpec, read_spec, resolve_model
 from manylora.engine.model.weight_files import weight_files
-from manylora.engine.model.weights import base_digest, load_decoder
 from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from manylora.errors import ConfigError
 from quantised_models import (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from manylora.engine.model.checkpoint.weights import load_decoder
 from manylora.engine.model.linear import Linear, make_linear
 from manylora.engine.model.spec import read_spec
-from manylora.engine.model.weights import load_decoder
 from manylora.kernels.quantised import Int8Weight
 from manylora.kernels.weight_format import WeightFormat
 from quantised_cases import CASES
@@ -124,7 +124,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[torch.Tensor | I
         found.append(weight)
         return make_linear(weight, bias, weights)
 
-    monkeypatch.setattr("manylora.engine.model.weights.make_linear", note)
+    monkeypatch.setattr("manylora.engine.model.checkpoint.weights.make_linear", note)
     load_decoder(folder, read_spec(folder), torch.bfloat16, torch.device("cpu"), weights="int8")
     return found
 

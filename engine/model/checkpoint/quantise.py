@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.engine.model.checkpoint.weights import check_checkpoint
 from manylora.engine.model.formats import dequantised, packed, scaled, three_half
 from manylora.engine.model.formats.stored import StoredLinear, is_finite, pack
 from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from manylora.engine.model.spec import CONFIG_FILE, HUB_FILES, DecoderSpec, module_shapes, read_spec
 from manylora.engine.model.weight_files import INDEX_FILE, weight_files
-from manylora.engine.model.weights import check_checkpoint
 from manylora.errors import ConfigError
 
 TargetFormat = Literal["int8", "int4", "q3.5"]

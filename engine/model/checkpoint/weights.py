@@ -28,7 +28,8 @@ from manylora.engine.model.spec import DecoderSpec, expected_tensors
 from manylora.engine.model.weight_files import EMBEDDING, HEAD, NORM, weight_files
 from manylora.errors import ConfigError
 from manylora.kernels.attend import HeadNorms
-from manylora.kernels.dispatch import AttentionNeeds, kernels_for
+from manylora.kernels.dispatch import kernels_for
+from manylora.kernels.kv_layer import AttentionNeeds
 from manylora.kernels.quantised import Int8Weight, side_by_side
 from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat
 

@@ -14,11 +14,11 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from gguf_writer import write_gguf
+from manylora.engine.model.checkpoint.quantise import TargetFormat, quantise
+from manylora.engine.model.checkpoint.weights import load_decoder
 from manylora.engine.model.formats import three_half
-from manylora.engine.model.quantise import TargetFormat, quantise
 from manylora.engine.model.spec import read_spec, resolve_model
 from manylora.engine.model.weight_files import weight_files
-from manylora.engine.model.weights import load_decoder
 from manylora.errors import ConfigError
 from quantised_models import WEIGHTS
 from step_driver import StepDriver

@@ -1,0 +1,1 @@
+"""A checkpoint read into a decoder, and written again with quantised weights."""

@@ -1,1 +1,1 @@
-"""What exists and who used it: tenants, keys, adapters, usage. Holds no tensors and speaks no HTTP."""
+"""Records of tenants, keys, adapters and usage. Holds no tensors and speaks no HTTP."""

@@ -100,7 +100,7 @@ class Recorder:
 
     @contextmanager
     def calls(self) -> Iterator[list[Call]]:
-        """What is called inside the context; the list is full after it."""
+        """Calls made inside the context; the list is full after it."""
         found: list[Call] = []
         self._received.clear()
         self._open(b"\1")
@@ -202,7 +202,8 @@ def print_walk(walk: Walk, first: Walk) -> None:
 
 def print_imports() -> None:
     """Print closures, circles and the widest dataclasses."""
-    runs, types = import_graph.graph(with_types=False), import_graph.graph(with_types=True)
+    runs = import_graph.graph(with_types=False)
+    types = import_graph.graph(with_types=True)
     everything = import_graph.graph(with_types=True, with_later=True)
     closure = import_graph.closure(CHAT_ROUTE, types)
     print(f"\ncore modules: {len(import_graph.modules(CORE))}")

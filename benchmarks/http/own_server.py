@@ -198,7 +198,8 @@ def cluster(
                 plain_server(model, given, root / f"{role}{number}", program, **shared)
             )
 
-        replicas, cores = list[OwnServer](), sorted(os.sched_getaffinity(0))
+        replicas = list[OwnServer]()
+        cores = sorted(os.sched_getaffinity(0))
         for number in range(num_replicas):
             if divides_cores:
                 os.sched_setaffinity(0, cores[number::num_replicas] or cores)  # a child inherits it
@@ -233,7 +234,8 @@ def own_server(
         ConfigError: An adapter's folder lacks a file, or two have one name.
         ManyloraError: The server does not start, or refuses an adapter; the message is its own.
     """
-    names, files = server_names(adapters), [read_adapter(folder) for folder in adapters]
+    names = server_names(adapters)
+    files = [read_adapter(folder) for folder in adapters]
     with plain_server(model, settings) as server:
         key = server.add_tenant(TENANT)
         with server.client(key) as client:

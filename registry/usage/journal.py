@@ -157,7 +157,9 @@ class JournalFiles:
             )
         if self._fd is None or _is_at(self._fd, self._path):
             return
-        lost, lost_path, lost_size = self._fd, self._path, self._size
+        lost = self._fd
+        lost_path = self._path
+        lost_size = self._size
         self._fd = None
         try:
             self._append(os.pread(lost, lost_size, 0), durable=True)

@@ -199,7 +199,8 @@ async def _buckets(session: AsyncSession, query: UsageQuery) -> Buckets:
     """Buckets for the time that has events: a zone's transitions have no end."""
     if query.zone.key == "UTC" or query.bucket not in ("1h", "1d"):
         return Buckets(query.bucket, query.zone)
-    start, end = to_micros(query.start), to_micros(query.end)
+    start = to_micros(query.start)
+    end = to_micros(query.end)
     ends = (sa.func.min(_events.c.at), sa.func.max(_events.c.at))
     # Each by itself is one look into the index.
     found = (
@@ -222,8 +223,10 @@ def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> sa.Subq
             query, sa.select(*bucket, *(table.c[name] for name in kept), *sums), table, begin, end
         )
 
-    start, end = to_micros(query.start), to_micros(query.end)
-    first_hour, last_hour = -(-start // HOUR_US) * HOUR_US, end // HOUR_US * HOUR_US
+    start = to_micros(query.start)
+    end = to_micros(query.end)
+    first_hour = -(-start // HOUR_US) * HOUR_US
+    last_hour = end // HOUR_US * HOUR_US
     if not buckets.have_whole_hours or first_hour >= last_hour:
         return facts(_events, _EVENT_SUMS, start, end).subquery()
     hours = facts(_rollups, (_rollups.c[name] for name in SUMS), first_hour, last_hour)

@@ -27,7 +27,7 @@ class AdminKey:
 
     @property
     def announcement(self) -> list[str]:
-        """What a start says about it: always where it is, because a start that made it may have failed before this."""
+        """Lines for the operator: always where the key is, because the start that made it may have failed before."""
         if self.path is None:
             return [f"admin key from {VARIABLE}"]
         return [*([f"admin key {self.secret}"] if self.is_new else []), f"admin key in {self.path}"]
@@ -42,7 +42,8 @@ def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
     given = environ.get(VARIABLE)
     if given is not None:
         return AdminKey(_checked(given, VARIABLE), False, None)
-    path, fresh = data_dir / FILE, f"manylora_admin_{secrets.token_urlsafe(32)}"
+    path = data_dir / FILE
+    fresh = f"manylora_admin_{secrets.token_urlsafe(32)}"
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         secret = _checked(kept_secret(path, f"{fresh}\n"), str(path))

@@ -33,7 +33,7 @@ class Caller:
 
     @property
     def is_admin(self) -> bool:
-        """Whether the admin key was used."""
+        """True if the admin key was used."""
         return self.identity.role == "admin"
 
     @property

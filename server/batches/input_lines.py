@@ -163,7 +163,8 @@ async def _read_groups(
 
 
 def _groups(pieces: Iterable[bytes], max_bytes: int) -> Iterator[list[tuple[int, bytes]]]:
-    rest, number = b"", 0
+    rest = b""
+    number = 0
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         rest = rest[: max_bytes + 1]

@@ -16,7 +16,7 @@ from manylora.server.services import Services
 
 log = structlog.get_logger("manylora.server")
 COMMIT_S = 0.1
-"""Results that come within so many seconds are one transaction."""
+"""Seconds within which results are collected for one transaction."""
 RETRY_S = 1.0
 PAGE_LINES = 64
 
@@ -88,7 +88,8 @@ async def write_files(services: Services, batch: BatchRow, owner: str, status: s
         files = {}
         for name, blob in blobs.items():
             await in_thread(blob.prepare)
-            filename, now = f"{batch.id}_{name}.jsonl", services.clock.now()
+            filename = f"{batch.id}_{name}.jsonl"
+            now = services.clock.now()
             files[f"{name}_file_id"] = new_file(
                 batch.tenant_id,
                 filename,

@@ -47,7 +47,8 @@ class FileForm(Form):
 @router.post("/v1/files", response_model=FileView, openapi_extra=takes_form(FileForm))
 async def create_file(request: Request, services: Wired, caller: InferTenant) -> FileRow:
     """Keep a file of requests for batches."""
-    limits, files = services.config.batch, services.registry.files
+    limits = services.config.batch
+    files = services.registry.files
     limit = min(limits.max_file_bytes, await files.bytes_left(caller.tenant_id, limits))
     await in_thread(services.blobs.check_room, min(limit, content_length(request) or 0))
     with (
@@ -100,10 +101,8 @@ async def get_content(file_id: str, services: Wired, caller: InferTenant) -> Str
     await in_thread(
         services.blobs.peek, file.sha256, 0
     )  # a blob that is missing is an error while there can be one
-    pieces, headers = (
-        read_pieces(services.blobs, file.sha256),
-        {"content-length": str(file.size_bytes)},
-    )
+    pieces = read_pieces(services.blobs, file.sha256)
+    headers = {"content-length": str(file.size_bytes)}
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 

@@ -104,7 +104,8 @@ class BatchWorker:
                 task.add_done_callback(lambda _: self._services.registry.batches.changed.set())
 
     async def _go_on(self) -> None:
-        changed, began = self._services.registry.batches.changed, self._services.drain.began
+        changed = self._services.registry.batches.changed
+        began = self._services.drain.began
         waits_for: str | None = None
         while not (began.is_set() or self._is_stopping.is_set()):
             changed.clear()
@@ -135,7 +136,8 @@ class BatchWorker:
         batches = self._services.registry.batches
         # What was claimed may have been cancelled, or have ended, since.
         found = await batches.get(runner.batch.tenant_id, runner.batch.id)
-        runner.batch, runner.is_ending = found, self._is_over(found)
+        runner.batch = found
+        runner.is_ending = self._is_over(found)
         with suppress(RequestError):  # which the lines will say
             await runner.caller()
         acting.set(Acting(found.tenant_id, runner.weight))
@@ -156,7 +158,8 @@ class BatchWorker:
 
     async def _check(self, batch: BatchRow, weight: float) -> BatchRow | None:
         """Check the input in the tenant's turn, and enter the next status; None if no line is to run."""
-        services, config = self._services, self._services.config
+        services = self._services
+        config = self._services.config
         try:
             async with self._checks.place(batch.tenant_id, weight):
                 total, errors = await check_input(
@@ -171,7 +174,8 @@ class BatchWorker:
                 )
         except AdapterUnavailableError:
             lost = "The file's bytes are missing or damaged: send it again."
-            total, errors = 0, [input_error("file_unavailable", lost)]
+            total = 0
+            errors = [input_error("file_unavailable", lost)]
         if not errors:
             return await services.registry.batches.enter(
                 batch.id, self._owner, "in_progress", total=total
@@ -192,7 +196,8 @@ class BatchWorker:
     async def _run_lines(
         self, runner: LineRunner, batch: BatchRow, ahead: asyncio.Semaphore
     ) -> None:
-        services, limit = self._services, self._services.config.server.max_body_bytes
+        services = self._services
+        limit = self._services.config.server.max_body_bytes
         done = await services.registry.batches.done_lines(batch.id)
         try:
             async with (

@@ -1,4 +1,4 @@
-"""What a replica does by itself when the registry, or the list of replicas, changes.
+"""Duties of a replica when the registry or the list of replicas changes.
 
 It pins the adapters that are its part of the pins, and lets deleted adapters go. No server tells another to: each reads
 the registry, and all compute the same order of replicas for an adapter.
@@ -26,7 +26,7 @@ class Duties:
         self._seen: object = None
 
     def is_own(self, digest: str, copies: int) -> bool:
-        """Whether this replica is among the first ones for an adapter that is to be on so many."""
+        """True if this replica is among the first `copies` in the order of replicas for an adapter."""
         return self._name in ranked(digest, self._replicas)[:copies]
 
     async def follow(self, services: Services) -> None:

@@ -134,7 +134,8 @@ class Links:
         )
 
     async def _keep_reading(self, server: Server) -> None:
-        now_s, told_s = asyncio.get_running_loop().time, float("-inf")
+        now_s = asyncio.get_running_loop().time
+        told_s = float("-inf")
         while True:
             has_drained = False
             try:
@@ -145,20 +146,14 @@ class Links:
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 if server.name in self.reports or now_s() - told_s >= TROUBLE_S:
                     told_s = now_s()
-                    event, hint = (
-                        "replica_not_reached",
-                        "Let its server.advertised_url be an address for gateways.",
-                    )
+                    event = "replica_not_reached"
+                    hint = "Let its server.advertised_url be an address for gateways."
                     if isinstance(error, _RefusedError):
-                        event, hint = (
-                            "replica_refuses",
-                            "Give all servers one MANYLORA_PEPPER and one version.",
-                        )
+                        event = "replica_refuses"
+                        hint = "Give all servers one MANYLORA_PEPPER and one version."
                     elif server.name in self.reports:
-                        event, hint = (
-                            "replica_lost",
-                            "Look whether it runs; it is asked again when it reports.",
-                        )
+                        event = "replica_lost"
+                        hint = "Look whether it runs; it is asked again when it reports."
                     log.warning(
                         event, name=server.name, url=server.url, error=repr(error), hint=hint
                     )
@@ -177,7 +172,8 @@ class Links:
             if answer.status != 200:
                 await asyncio.sleep(LIST_S)
                 raise _RefusedError(f"HTTP {answer.status}")
-            rest, num_silent = b"", 0
+            rest = b""
+            num_silent = 0
             while not answer.content.at_eof():
                 try:
                     async with asyncio.timeout(SILENT_S / TICKS):
@@ -203,7 +199,8 @@ class Links:
             else:
                 tiers[digest] = tier
         before = self.reports.get(server.name)
-        self.reports[server.name], self.tiers[server.name] = report, tiers
+        self.reports[server.name] = report
+        self.tiers[server.name] = tiers
         if before is None or before.state != report.state:
             self._tell_router()
         self.router.report(

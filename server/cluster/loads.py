@@ -1,4 +1,4 @@
-"""What a router knows: replicas with their loads, and sums that fade.
+"""Knowledge of a router: replicas with their loads, and sums that fade.
 
 A replica's load is the work of all gateways there, in seconds. Reports say how much that is, but they may be seconds
 old. This gateway's own requests are known exactly, so a report counts only for what it has beyond them.
@@ -19,7 +19,7 @@ START_RATE = 20_000.0
 COLD_S = {"device": 0.0, "host": 0.005}
 """Seconds until an adapter in this place can be used."""
 FETCH_S = 0.3
-"""The same for an adapter that is not there, or whose place is unknown."""
+"""Seconds until an adapter can be used that is in neither place, or whose place is unknown."""
 FIRST_EJECTION_S = 1.0
 LONGEST_EJECTION_S = 30.0
 _MASK = (1 << 64) - 1
@@ -44,17 +44,17 @@ class ReplicaState:
     """One replica as this gateway sees it."""
 
     __slots__ = (
-        *(
-            "ejected_until_s",
-            "failures",
-            "hash",
-            "in_flight",
-            "load_s",
-            "others_s",
-            "rate",
-            "replica",
-        ),
-        *("reported_at_s", "tiers", "units"),
+        "ejected_until_s",
+        "failures",
+        "hash",
+        "in_flight",
+        "load_s",
+        "others_s",
+        "rate",
+        "replica",
+        "reported_at_s",
+        "tiers",
+        "units",
     )
 
     def __init__(self, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""This server's row in the registry's list of servers."""
+"""Row of this server in the registry's list of servers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class GatewayMetrics(Collector):
-    """What a gateway counts. Thread: the event loop's."""
+    """Counts of a gateway. Thread: the event loop's."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -45,7 +45,7 @@ class GatewayMetrics(Collector):
         self._responses.labels("gateway", f"{status // 100}xx").inc()
 
     def collect(self) -> Iterable[Metric]:
-        """What is read when Prometheus asks."""
+        """Read the states when Prometheus asks."""
         about = "1 for the reason why this gateway refuses requests, else 0."
         not_ready = GaugeMetricFamily("manylora_not_ready", about, labels=["role", "reason"])
         found = self._why_not_ready()

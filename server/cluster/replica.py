@@ -107,7 +107,8 @@ class Reports:
             await asyncio.sleep(REPORT_S)
 
     def _report(self, tiers: dict[str, str | None]) -> Report:
-        load, gate = self._services.engine.load, self._services.limits.gate
+        load = self._services.engine.load
+        gate = self._services.limits.gate
         rate = load.rate if load else 0.0
         backlog = sum(tenant.backlog for tenant in load.tenants.values()) if load else 0.0
         state = self._membership.server.state
@@ -185,7 +186,7 @@ class FromGateways:
 
 
 def _hop(headers: Headers) -> Hop:
-    """What a gateway says of a request; what is malformed counts as not said."""
+    """Facts that a gateway sends with a request; a malformed one counts as not sent."""
     try:
         share = float(headers.get(WEIGHT_SHARE, "1"))
     except ValueError:

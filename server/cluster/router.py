@@ -28,18 +28,18 @@ from manylora.server.cluster.loads import (
 COPIES_PER_SHARE = 1.5
 """Copies of an adapter per replica that its work would fill."""
 KEEP_COPIES_S = 60.0
-"""How long an adapter keeps its copies after it needs fewer."""
+"""Time for which an adapter keeps its copies after it needs fewer."""
 BOUND = 1.15
-"""Too much is this many times the mean load..."""
+"""Factor of the mean load above which, with `SLACK_S` more, a load is too high."""
 SLACK_S = 0.05
-"""...and so many seconds more."""
+"""Seconds above `BOUND` times the mean load from which a load is too high."""
 EVEN = 1.05
 """Loads that differ by less than this factor, and by less than the slack, count as the same."""
 SMOOTH_S = 10.0
 """Time over which reports of others' work are averaged. All gateways act on the same reports: if these are older than
 this average, every gateway leaves and fills the same replicas at the same time, again and again."""
 SURE_REQUESTS = 100
-"""With so many recent requests, the share of an adapter counts half of what was seen: few requests say little."""
+"""Recent requests with which the measured share of an adapter counts by half: few requests say little."""
 RETRY_SHARE = 0.1
 """Retries per recent request."""
 FREE_RETRIES = 3
@@ -54,7 +54,7 @@ _load_of = attrgetter("load_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What the router knows of a request."""
+    """Facts of a request that decide where it goes."""
 
     adapter: str | None
     """Digest of the adapter version; None is the base."""
@@ -71,7 +71,7 @@ class Target:
 
 
 class _Adapter:
-    """What is kept of an adapter."""
+    """Memory of one adapter."""
 
     __slots__ = ("copies", "copies_at_s", "epoch", "hash", "ranked", "units")
 
@@ -80,7 +80,7 @@ class _Adapter:
         self.units = FadingSum()
         self.copies = 1
         self.copies_at_s = 0.0
-        """When it last needed so many."""
+        """Time at which it last needed all its copies."""
         self.ranked: list[ReplicaState] = []
         """All ready replicas; its copies are on the first ones."""
         self.epoch = 0
@@ -96,7 +96,7 @@ class Router:
         self._clock = clock
         self._random = random_source or random.SystemRandom()
         self.states: dict[str, ReplicaState] = {}
-        """What is known of replicas, by name; those that have left stay until their requests end. To be read."""
+        """States of replicas by name, to be read only; those that have left stay until their requests end."""
         self._ready: list[ReplicaState] = []
         self._epoch = 0
         """Counts changes of `_ready`."""
@@ -205,7 +205,7 @@ class Router:
             state.admit()
 
     def is_ejected(self, name: str) -> bool:
-        """Whether a replica that failed is left out until its time is over."""
+        """True if a replica that failed is still left out."""
         return name in self.states and self._clock() < self.states[name].ejected_until_s
 
     def weight_share(self, tenant: str, name: str) -> float:
@@ -296,7 +296,8 @@ class Router:
 
     def _share(self, adapter: _Adapter, now_s: float) -> float:
         """The adapter's part of all recent units."""
-        units, requests = self._units.at(now_s), self._requests.at(now_s)
+        units = self._units.at(now_s)
+        requests = self._requests.at(now_s)
         return (
             adapter.units.at(now_s) / units * requests / (requests + SURE_REQUESTS)
             if units
@@ -304,13 +305,14 @@ class Router:
         )
 
     def _copies(self, adapter: _Adapter, pinned: int, now_s: float) -> int:
-        """How many replicas its requests go to: more at once, fewer when it has not needed so many for a while."""
+        """Number of replicas for its requests: it grows at once, and falls after `KEEP_COPIES_S` of less need."""
         share = self._share(adapter, now_s)
         needed = min(
             len(self._ready), max(1, pinned, math.ceil(COPIES_PER_SHARE * share * len(self._ready)))
         )
         if needed >= adapter.copies or now_s - adapter.copies_at_s > KEEP_COPIES_S:
-            adapter.copies, adapter.copies_at_s = needed, now_s
+            adapter.copies = needed
+            adapter.copies_at_s = now_s
         return adapter.copies
 
     def _count(self, name: str, requests: int, target: Target) -> None:

@@ -58,7 +58,8 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
         raise ConfigError(
             "A gateway needs aiohttp: pip install 'manylora[cluster]'.", param="server.role"
         ) from error
-    server, environ = config.server, environment()
+    server = config.server
+    environ = environment()
     pepper = given_pepper(environ)
     check_shared_secrets("gateway", pepper, environ.get(VARIABLE))
     async with AsyncExitStack() as stack:

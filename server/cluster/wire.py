@@ -1,4 +1,4 @@
-"""What gateways and replicas say to each other: headers, frames of answers, and reports of a replica's state.
+"""Messages between gateways and replicas: headers, frames of answers, and reports of a replica's state.
 
 All servers over one database have one pepper. A token made of it shows that a request comes from a gateway.
 """
@@ -30,13 +30,13 @@ say."""
 STATE_PATH = "/internal/state"
 REPORT_S = 0.25
 SILENT_S = 5.0
-"""A replica that has said nothing for so long counts as lost."""
+"""Silence after which a replica counts as lost."""
 
 _FRAME = struct.Struct(">IIII")
 
 
 def cluster_token(keys: KeyRing) -> str:
-    """What all servers with the same pepper know."""
+    """Secret that all servers with the same pepper know."""
     return keys.digest(SHARED)
 
 
@@ -68,14 +68,15 @@ class Frames:
 
     def __init__(self) -> None:
         self.counts = Counts(0, 0, 0)
-        """Of the last complete frame."""
+        """Counts in the last complete frame."""
         self._rest = b""
 
     def take(self, data: bytes) -> bytes:
         """The payloads of the frames that are complete with these bytes."""
         if self._rest:
             data = self._rest + data
-        payloads, at = [], 0
+        payloads = []
+        at = 0
         while len(data) - at >= _FRAME.size:
             length, *counts = _FRAME.unpack_from(data, at)
             end = at + _FRAME.size + length

@@ -45,13 +45,15 @@ async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
     adapters = services.registry.adapters
     if tenant_id is None:
         return ModelList(data=models)
-    after, is_last = None, False
+    after = None
+    is_last = False
     while not is_last:
         page = await adapters.list_adapters(tenant_id, after, PAGE)
         models += [
             _view(services, adapter.name, adapter, adapter.current) for adapter in page.items
         ]
-        after, is_last = page.next, page.next is None
+        after = page.next
+        is_last = page.next is None
     for adapter, version in await adapters.list_granted(tenant_id):
         name = f"{adapter.tenant}/{adapter.name}" + (f"@{version}" if version is not None else "")
         models.append(_view(services, name, adapter, adapter.current))

@@ -1,4 +1,4 @@
-"""What all bodies have in common: those that clients send (`Body`, strict) and those that Manylora sends (`View`).
+"""Bases of all bodies: those that clients send (`Body`, strict) and those that Manylora sends (`View`).
 
 Strict: no conversions, both bounds on every number, unknown fields refused. The OpenAPI page is made of all of them.
 """
@@ -62,15 +62,15 @@ class FindingView(View):
 
     code: str
     message: str
-    """What was expected, and what came."""
+    """The expected value, and the one that came."""
     param: str | None
     """The field of the config, or the first tensor, that is wrong; null if it is a whole file."""
     hint: str
-    """What to do."""
+    """The next thing to do."""
 
 
 class ErrorFields(View):
-    """What went wrong."""
+    """Facts of an error."""
 
     message: str
     type: str
@@ -101,7 +101,7 @@ class HeldView(View):
 
 
 class UsageSums(View):
-    """What every sum of usage has."""
+    """Fields of every sum of usage."""
 
     requests: int
     prompt_tokens: int
@@ -168,10 +168,10 @@ class Body(BaseModel):
     )
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     hints: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of sending fields that only their neutral values make pass."""
+    """Advice, by field, for fields of which only neutral values pass."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     takes_nul: ClassVar[bool] = False
-    """Whether texts may hold NUL. Prompts may; what is stored in the database may not."""
+    """True if texts may hold NUL: prompts may, but not texts that the database stores."""
 
     @classmethod
     def __get_pydantic_core_schema__(

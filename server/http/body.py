@@ -37,7 +37,7 @@ AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How slowly a client may send."""
+    """Slowest pace at which a client may send."""
 
     stall_s: float = 10.0
     """Longest gap between two pieces, in seconds."""
@@ -86,7 +86,9 @@ async def read_chunks(
     turn: Turn | None = getattr(request.state, "turn", None)
     if turn is not None:
         turn.leave()
-    started, received, more = pace.clock(), 0, True
+    started = pace.clock()
+    received = 0
+    more = True
     while more:
         try:
             async with asyncio.timeout(pace.stall_s):
@@ -97,7 +99,8 @@ async def read_chunks(
             ) from error
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        chunk, more = message.get("body", b""), message.get("more_body", False)
+        chunk = message.get("body", b"")
+        more = message.get("more_body", False)
         received += len(chunk)
         if received > limit:
             raise _too_large(limit, code)
@@ -160,7 +163,8 @@ class BodyBudget:
             RateLimitError: The tenant has its part of what there is room for; code limit.bodies.
             CapacityError: There is no room, by the doing of others; code server.overloaded.
         """
-        free, held = self.most_bytes - self._total - num_bytes, self.held[tenant]
+        free = self.most_bytes - self._total - num_bytes
+        held = self.held[tenant]
         if free < 0 or (held and held + num_bytes > FREE_FACTOR * free):
             num_tenants = len(self.held | Counter({tenant: 1})) + 1  # and one that may come
             if (held + num_bytes) * num_tenants > self.most_bytes:

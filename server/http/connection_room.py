@@ -16,7 +16,9 @@ import structlog
 log = structlog.get_logger("manylora.server")
 MOST_DESCRIPTORS = 1 << 20
 """More are not asked for: some systems allow a billion."""
-KEPT, KEPT_SHARE, MOST_KEPT = 64, 16, 512
+KEPT = 64
+KEPT_SHARE = 16
+MOST_KEPT = 512
 """Descriptors that connections leave to other files: a base, plus a part of all, up to a maximum."""
 LEAST_CONNECTIONS = 8
 MOST_STRANGERS = 4096

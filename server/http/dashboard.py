@@ -1,4 +1,4 @@
-"""What is answered without a key: the dashboard's files, and a few paths.
+"""Answers without a key: the dashboard's files, and a few paths.
 
 The dashboard is one page for every path of it, and modules, styles and pictures below /static.
 """
@@ -20,8 +20,16 @@ PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
 """Answered without a key, to GET and HEAD."""
 STATIC = Path(__file__).resolve().parents[1] / "static"
 PAGES = (
-    *("/", "/usage", "/adapters", "/adapters/{name}", "/live", "/playground"),
-    *("/tenants", "/tenants/{name}", "/account", "/audit"),
+    "/",
+    "/usage",
+    "/adapters",
+    "/adapters/{name}",
+    "/live",
+    "/playground",
+    "/tenants",
+    "/tenants/{name}",
+    "/account",
+    "/audit",
 )
 """Paths of the one page. Its script reads from the address what to show."""
 HEADERS = {
@@ -55,7 +63,7 @@ class DashboardFiles(StaticFiles):
 
 
 def is_public(scope: Scope) -> bool:
-    """Whether a request needs no key."""
+    """True if a request needs no key."""
     path = scope["path"]
     return scope["method"] in ("GET", "HEAD") and (
         path in PUBLIC_PATHS or _OPEN.fullmatch(path) is not None

@@ -18,11 +18,9 @@ from manylora.server.http.route_facts import ROUTES, error_shape
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
 IDEMPOTENCY_KEY = "Idempotency-Key"
-TEXT, BINARY, OBJECT = (
-    {"type": "string"},
-    {"type": "string", "format": "binary"},
-    {"type": "object"},
-)
+TEXT = {"type": "string"}
+BINARY = {"type": "string", "format": "binary"}
+OBJECT = {"type": "object"}
 _bodies: dict[str, type[BaseModel]] = {}
 
 
@@ -87,7 +85,7 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 
 def error_answer(status: int, path: str) -> dict[str, Any]:
-    """How the page describes an error of this status."""
+    """Description of an error of this status for the page."""
     view = error_shape(path).view
     content = {"application/json": {"schema": {"$ref": _REF.format(model=view.__name__)}}}
     return {"description": HTTPStatus(status).phrase, "content": content}

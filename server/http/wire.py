@@ -145,7 +145,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Hand the request on; its body may take its time."""
         self._stop_clock()
         self._room.begin(self)
-        self._has_head, self._untold_bytes, self._unasked_bytes = True, 0, 0
+        self._has_head = True
+        self._untold_bytes = 0
+        self._unasked_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -221,7 +223,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", bytes(response.body)])
             )
         # Closed with bytes unread, the connection would be reset, and the answer perhaps lost on its way.
-        self._is_refused, self._unasked_bytes = True, 0
+        self._is_refused = True
+        self._unasked_bytes = 0
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
 

@@ -16,11 +16,11 @@ from many_usage import ADAPTERS, DAYS, PATHS, fill
 from manylora_server import ADMIN_KEY, ManyloraServer, manylora_server
 
 EVENTS = 4_000
-MOST_REQUESTS, MOST_BYTES, MOST_ROWS = (
-    11,
-    600_000,
-    101,
-)  # the overview asks six times, and five for the range before
+MOST_REQUESTS = 11
+"""Requests of a page: the overview asks six times, and five for the range before."""
+MOST_BYTES = 650_000
+"""Bytes of its answers: five hundred adapters with their reports."""
+MOST_ROWS = 101
 ASKED = """() => {
     const asked = performance.getEntriesByType("resource").filter((each) => each.name.includes("/v1/"));
     return [asked.length, asked.reduce((sum, each) => sum + each.decodedBodySize, 0)];

@@ -19,6 +19,7 @@ import pytest
 
 from idleness import PATIENCE_S, seconds_until_idle, wait_until
 from manylora.config import environment
+from manylora.errors import ManyloraError
 from manylora.registry.db.database import Database
 from manylora.registry.usage.journal import Journal
 from manylora.registry.usage.ledger import UsageLedger
@@ -95,7 +96,7 @@ def one_life(trial: Trial, server: ManyloraServer) -> None:
             kill_api(trial, server)
             with (
                 pytest.raises(
-                    RuntimeError, match="database_url names a database that cannot be used"
+                    ManyloraError, match="database_url names a database that cannot be used"
                 ),
                 trial.server(),
             ):

@@ -25,14 +25,14 @@ from manylora.client import Client
 from manylora_server import STEADY_MALLOC, ManyloraServer, engines, manylora_server
 from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, load_reference, make_model
 
-VERSIONS = 160
-ROLLOUTS = 16
+VERSIONS = 200
+ROLLOUTS = 32
 NUM_TOKENS = 112
 NUM_PROMPTS = 16
 PROMPT_TOKENS = 12
 MIN_MARGIN = 2e-4
 """In logits: tokens that are closer to the likeliest say nothing about equality."""
-SETTLED = 60
+SETTLED = 100
 """Versions after which memory is read for the first time."""
 MOST_GROWTH = 16 << 20
 """Of all processes, from then to the end."""

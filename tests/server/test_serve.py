@@ -86,7 +86,7 @@ def test_a_start_that_failed_after_the_config_leaves_no_model_that_is_taken_for_
     if not is_listed:
         shutil.rmtree(snapshot.parents[1] / "trees")
     assert resolve_model("org/model", files=("config.json",)) == snapshot
-    with pytest.raises(ConfigError, match=r"with network access|start once with the hub in reach"):
+    with pytest.raises(ConfigError, match=r"with network access|start once with access to the hub"):
         weight_files(resolve_model("org/model"))
 
 

@@ -108,7 +108,11 @@ async def cut(api: Api, url: str, when: Callable[[], object], **fields: Any) -> 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await wait_until_idle(api)
-    (event,) = (await api.admin.get("/v1/usage/events")).json()["data"]
+    async with asyncio.timeout(60):
+        # The bill follows the end of the engine's work, and tells nobody.
+        while not (events := (await api.admin.get("/v1/usage/events")).json()["data"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (event,) = events
     assert event["status"] == "aborted"
     return {name: event[f"{name}_tokens"] for name in ("prompt", "cached", "completion")}
 

@@ -39,7 +39,7 @@ class Reply:
 
     @property
     def is_refused(self) -> bool:
-        """The server refused the request for now (429 or 503)."""
+        """True if the server refused the request with 429 or 503, so that it may be sent again later."""
         return self.status in (429, 503)
 
     @property

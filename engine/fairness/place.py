@@ -61,7 +61,7 @@ class FairPlace:
     has_row: bool = field(default=False, init=False)
     """True if it is in the step."""
     is_protected: bool = field(default=False, init=False)
-    """True if it keeps its row for now, whoever else wants it."""
+    """True if no other request may take its row."""
     stopped_s: float = field(default=0.0, init=False)
     """Second at which it lost its row."""
     queue_key: SortKey = field(default=(), init=False)

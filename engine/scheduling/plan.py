@@ -1,8 +1,8 @@
 """Plan of one step, as plain data: all that happens on the device follows from it.
 
-The scheduler makes the plan; the runner carries it out and asks nobody. A plan is for now: its block tables and token
-lists are those of the live requests, which go on to change, and the scheduler may reuse a chunk for a later step once
-its results are committed. To keep a plan longer, or to replay it, make a deep copy.
+The scheduler makes the plan; the runner carries it out and asks nobody. A plan is valid until its step is committed:
+its block tables and token lists are those of the live requests, which go on to change, and the scheduler may reuse a
+chunk for a later step. To keep a plan longer, or to replay it, make a deep copy.
 """
 
 from __future__ import annotations

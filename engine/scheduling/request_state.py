@@ -159,7 +159,7 @@ class RequestState:
     ) -> RequestState:
         """A waiting request that goes on from here with another token.
 
-        It keeps the fields that the constructors of the state and of its parts take; all other fields begin anew.
+        Arguments of the constructors, of the state and of its parts, are copied; other fields get their defaults.
         """
         return replace(
             self,

@@ -29,7 +29,7 @@ class Dataclass:
 
 @dataclass(slots=True)
 class Module:
-    """What a file imports of the product, by file."""
+    """Imports of the product, by file."""
 
     runs: set[str] = field(default_factory=set)
     """Imported when the module is."""
@@ -69,7 +69,7 @@ def imports() -> Mapping[str, Module]:
 
 
 def graph(*, with_types: bool, with_later: bool = False) -> Graph:
-    """What each module imports, packages left out that hold a docstring alone."""
+    """Imports of each module, without packages that hold a docstring alone."""
     known = set(modules())
     return {
         file: frozenset(
@@ -98,7 +98,7 @@ def closure(start: str, edges: Graph) -> set[str]:
 
 
 def folders(edges: Graph) -> Graph:
-    """The same graph among folders; the modules at a package's root are a folder beside its others."""
+    """Graph of imports among folders; the modules at a package's root are a folder beside its others."""
     between: dict[str, set[str]] = defaultdict(set)
     for file, targets in edges.items():
         own = folder_of(file)

@@ -85,7 +85,8 @@ def test_whatever_happens_the_child_that_is_first_is_the_least(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`first` looks only at children that have changed."""
-    first, num_asked = FairShare.first, Counter[bool]()
+    first = FairShare.first
+    num_asked = Counter[bool]()
 
     def checked(share: FairShare) -> FairShare | None:
         found = first(share)

@@ -278,7 +278,8 @@ def test_a_paused_engine_that_is_killed_is_paused_when_it_is_back(
 def test_a_machine_that_cannot_start_a_process_now_is_tried_again(
     engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, restarts = engine.client, engine.client.restarts
+    client = engine.client
+    restarts = client.restarts
     start = subprocess.Popen
     refusals = [BlockingIOError("no more processes")]
 

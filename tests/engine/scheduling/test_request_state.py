@@ -38,7 +38,8 @@ def test_a_fork_keeps_all_that_a_part_is_made_of_and_nothing_else(
     part: str, changed: set[str]
 ) -> None:
     state = lived()
-    old, new = state, state.fork("r/1", 1.5, 42, Beam(search_id="r"))
+    old = state
+    new = state.fork("r/1", 1.5, 42, Beam(search_id="r"))
     for name in part.split("."):
         old, new = getattr(old, name), getattr(new, name)
     fresh = type(old)(**{each.name: getattr(new, each.name) for each in fields(old) if each.init})

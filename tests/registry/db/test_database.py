@@ -438,7 +438,8 @@ async def test_a_deleted_log_or_index_is_noticed_and_a_restart_has_what_was_conf
 
 async def test_a_log_that_comes_back_is_used_again(tmp_path: Path) -> None:
     database = await Database.open(None, tmp_path)
-    log, away = tmp_path / "registry.sqlite-wal", tmp_path / "away"
+    log = tmp_path / "registry.sqlite-wal"
+    away = tmp_path / "away"
     log.rename(away)
     await database.look_for_files()
     with pytest.raises(CapacityError):

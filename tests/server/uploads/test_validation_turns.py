@@ -18,7 +18,9 @@ pytestmark = pytest.mark.anyio
 async def test_an_upload_is_validated_beside_those_of_another(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validator, order, all_wait = api.services.uploads.validator, list[str](), asyncio.Event()
+    validator = api.services.uploads.validator
+    order = list[str]()
+    all_wait = asyncio.Event()
     in_child = validator.in_child
 
     async def counted(job: dict[str, str], cpu_s: float) -> dict[str, Any]:

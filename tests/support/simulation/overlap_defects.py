@@ -59,7 +59,8 @@ def take_the_token_of_another_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def charge_for_rows_whose_request_had_ended(patch: pytest.MonkeyPatch) -> None:
-    plan_step, commit = Scheduler.plan, Scheduler.commit
+    plan_step = Scheduler.plan
+    commit = Scheduler.commit
     planned: dict[str, FairPlace] = {}
 
     def remember(self: Scheduler) -> StepPlan | None:

@@ -1,18 +1,15 @@
 """Benchmarks by name, and the way they are run. `python -m manylora.benchmarks.main NAME` needs no typer.
 
-The module of a benchmark says in its docstring what it asks and how, adds its own options (`add_options`, if it has
-any) and measures what they ask for (`measure`). All else is the same for all of them and stands here and in
-`report.py`. One with `run` instead writes its own results and returns the exit status.
+The module of a benchmark says in its docstring what it asks and how, has its own options (`OPTIONS`) and measures what
+they ask for (`measure`). All else is the same for all of them and stands in `report.py`. One with `run` instead reads
+its own arguments, writes its own results and returns the exit status.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from manylora.errors import ConfigError
 
@@ -39,41 +36,20 @@ BENCHMARKS = {
 """Module and help by command, in the order of the help."""
 
 
-def make_parser(name: str) -> argparse.ArgumentParser:
-    """The options of one benchmark, `--json` included."""
-    module = _module(name)
-    parser = argparse.ArgumentParser(
-        prog=f"manylora bench {name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    if hasattr(module, "measure"):
-        parser.add_argument("--json", type=Path, default=None, help="write the result here")
-    if hasattr(module, "add_options"):
-        module.add_options(parser.add_argument)
-    return parser
-
-
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark; returns the exit status."""
-    from manylora.benchmarks.report import (
-        tell,
-    )  # the command line lists the benchmarks without what prints tables
+    module = importlib.import_module(f"manylora.benchmarks.{BENCHMARKS[name][0]}")
+    if not hasattr(module, "run"):
+        # The command line lists the benchmarks without what prints tables.
+        from manylora.benchmarks.report import tell
 
-    module = _module(name)
-    options = make_parser(name).parse_args(arguments)
-    if hasattr(module, "measure"):
-        result_name = BENCHMARKS[name][0].rpartition(".")[2].replace("_", "-")
-        return tell(result_name, options, module.measure)
+        about = module.__doc__
+        return tell(f"manylora bench {name}", about, module.OPTIONS, module.measure, arguments)
     try:
-        return int(module.run(options))
+        return int(module.run(arguments))
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-
-
-def _module(name: str) -> Any:  # noqa: ANN401 - each has the same two functions
-    return importlib.import_module(f"manylora.benchmarks.{BENCHMARKS[name][0]}")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ class Reply:
     """When each piece of output arrived."""
     done_s: float = math.nan
     prompt_tokens: int = 0
-    """As the server reports it."""
+    """As the server reports it; 0 before it does, as the next one."""
     completion_tokens: int = 0
-    """As the server reports it."""
+    finish_reason: str | None = None
+    is_whole: bool = False
+    """True if the answer came to its end."""
     error: str | None = None
     sent_s: float = math.nan
     head_s: float = math.nan

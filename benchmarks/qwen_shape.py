@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from manylora.adapters.base_shape import BaseShape
-from manylora.benchmarks.engine.stored import random_lora
 from manylora.benchmarks.model_shapes import ALL_LINEAR, QUERY_AND_VALUE, QWEN
 
+CACHE = Path.home() / ".cache" / "manylora" / "benchmarks"
+"""Folder of what benchmarks generate."""
 VOCAB_SIZE = 32_000
 MODEL_ABOUT = "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16"
 RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
@@ -31,7 +32,7 @@ _FORMAT = 3
 """Goes up whenever the generated files would differ."""
 
 
-def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
+def make_checkpoints(cache: Path = CACHE) -> tuple[Path, list[Path]]:
     """Folders of the base and of each adapter; made if they are not there (a minute, 1.1 GB)."""
     root = cache / f"qwen2-0.5b-shape-{_FORMAT}"
     base = root / "base"
@@ -46,7 +47,7 @@ def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
     return base, adapters
 
 
-def make_small_adapters(cache: Path) -> Path:
+def make_small_adapters(cache: Path = CACHE) -> Path:
     """Folder of adapters of rank 8 on q and v, made if they are not there. Each is 1 MB: thousands can be stored."""
     root = cache / f"qwen2-0.5b-shape-{_FORMAT}" / "small"
     for index in range(NUM_SMALL):
@@ -88,5 +89,15 @@ def save_random_adapter(
     targets = [base.modules[module].name for module in modules]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     config.save_pretrained(str(folder))
-    tensors = random_lora(base, modules, rank, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(base.num_layers):
+        for module in (base.modules[index] for index in modules):
+            path = f"base_model.model.{base.layer_prefix}.{layer}.{module.path}"
+            for part, sizes in (
+                ("A", (rank, module.in_features)),
+                ("B", (module.out_features, rank)),
+            ):
+                values = torch.randn(sizes, generator=generator).mul_(0.02)
+                tensors[f"{path}.lora_{part}.weight"] = values.to(torch.bfloat16)
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,8 +1,7 @@
-"""Parts of all benchmarks: numbers on command lines, runs in turns, and results with their provenance."""
+"""Parts of all benchmarks: options of command lines, runs in turns, and results with their provenance."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -12,6 +11,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,16 +23,16 @@ from rich.table import Column, Table
 from manylora.config import usable_cores
 from manylora.errors import ConfigError, ManyloraError
 
-DEFAULT_CACHE = Path.home() / ".cache" / "manylora" / "benchmarks"
-"""Folder of what benchmarks generate."""
 FILE_WIDTH = 240
 """Columns of a table that is not printed on a terminal."""
 SHOWN = ("median", "min", "max")
 """The figures of a spread that tables show."""
 _PACKAGES = ("manylora", "torch", "triton", "transformers", "peft", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
-AddOption = Callable[..., argparse.Action]
-"""The `add_argument` of a benchmark's parser."""
+Figures = dict[str, Any]
+"""Figures of a run or a case, as JSON holds them."""
+Options = Mapping[str, tuple[Any, ...]]
+"""Options of a command line by name: default, help and, where the default does not say it, how its text is read."""
 N = TypeVar("N")
 R = TypeVar("R")
 
@@ -41,10 +41,10 @@ def positive(text: str) -> int:
     """Read a whole number from 1 on a command line.
 
     Raises:
-        argparse.ArgumentTypeError: It is not.
+        ArgumentTypeError: It is not.
     """
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+        raise ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
     return int(text)
 
 
@@ -52,26 +52,32 @@ def counts(text: str) -> list[int]:
     """Read whole numbers from 1, comma-separated; an empty text is none.
 
     Raises:
-        argparse.ArgumentTypeError: They are not.
+        ArgumentTypeError: They are not.
     """
     return [positive(each) for each in text.split(",")] if text else []
 
 
-def add_positive(add: AddOption, **options: tuple[int, str]) -> None:
-    """Add options that are whole numbers from 1, each with its default and its help."""
-    for name, (default, about) in options.items():
-        add("--" + name.replace("_", "-"), type=positive, default=default, help=about)
+SETTINGS: Options = {"set": ([], "setting of the server, NAME=VALUE; may be repeated")}
+"""Settings of a server that a benchmark starts."""
+_READ: Mapping[type, Figures] = {
+    bool: {"action": "store_true"},
+    int: {"type": positive},
+    float: {"type": float},
+    list: {"action": "append"},
+    type(...): {"required": True},
+}
+"""Arguments of `add_argument` by the type of an option's default; `...` makes it required."""
 
 
-def add_settings_option(add: AddOption) -> None:
-    """Add `--set`, the settings of a server that a benchmark starts."""
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of the server; may be repeated",
-    )
+def make_parser(name: str, about: str | None, options: Options) -> ArgumentParser:
+    """Make a parser of these options; an option that is read by a tuple has its values as choices."""
+    parser = ArgumentParser(name, description=about, formatter_class=RawDescriptionHelpFormatter)
+    for option, (default, text, *reads) in options.items():
+        kind = dict(_READ.get(type(default), {}))
+        for read in reads:
+            kind["choices" if isinstance(read, tuple) else "type"] = read
+        parser.add_argument("--" + option.replace("_", "-"), default=default, help=text, **kind)
+    return parser
 
 
 def take_turns(
@@ -98,7 +104,7 @@ def take_turns(
     return runs
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> Figures:
     """Command, commit, time, hardware and versions of this measurement."""
     return {
         "command": " ".join([*_program(), *sys.argv[1:]]),
@@ -129,7 +135,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
         raise ManyloraError(f"cannot write the result to {path}: {error.strerror}") from error
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def spread(values: Sequence[float]) -> Figures:
     """Median, smallest and largest of repeats, and all of them in order."""
     return {
         "median": statistics.median(values),
@@ -141,7 +147,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def spreads(
     runs: Mapping[str, Sequence[Mapping[str, float]]],
-) -> dict[str, dict[str, dict[str, Any]]]:
+) -> dict[str, dict[str, Figures]]:
     """Spreads of the figures of each contender, from its runs."""
     return {
         name: {figure: spread([run[figure] for run in each]) for figure in each[0]}
@@ -149,12 +155,12 @@ def spreads(
     }
 
 
-def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+def ratios(over: Sequence[float], under: Sequence[float]) -> Figures:
     """The spread of the ratios of each round; NaN for a round without one."""
     return spread([one / two if two else math.nan for one, two in zip(over, under, strict=True)])
 
 
-def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> dict[str, Any]:
+def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> Figures:
     """A figure and the most, or least, that it should be. NaN means not measured, and misses the goal."""
     reached = figure >= limit if is_least else figure <= limit
     return {
@@ -168,12 +174,8 @@ def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> d
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of rows that have the same columns; in a file or a pipe nothing of it is cut."""
-    table = Table(
-        *(
-            Column(name, justify="left" if not place else "right")
-            for place, name in enumerate(rows[0])
-        )
-    )
+    first, *others = rows[0]
+    table = Table(first, *(Column(name, justify="right") for name in others))
     for row in rows:
         table.add_row(
             *(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in row.values())
@@ -182,41 +184,44 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def tell(
-    command: str,
-    options: argparse.Namespace,
-    measure: Callable[[argparse.Namespace], Mapping[str, Any]],
+    name: str,
+    about: str | None,
+    options: Options,
+    measure: Callable[[Namespace], Figures],
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Measure, write the result as JSON, and print it: tables for people, and all of it as one JSON line.
 
     Args:
-        command: The name of the benchmark in its result.
-        options: From the command line.
+        name: Of the command; its last word is the name of the benchmark in its result.
+        about: Its method, for `--help`.
+        options: Its own; `--json` is one of every benchmark.
         measure: Returns the result. Its `table`, `ratios` and `goals` are printed as tables; its `failures` are
             sentences for stderr.
+        arguments: The command line; that of this process when None.
 
     Returns:
         The exit status: 0, 1 for failures and errors, 2 for options that make no sense.
     """
+    parser = make_parser(name, about, {**options, "json": (None, "write the result here", Path)})
+    asked = parser.parse_args(arguments)
+    command = name.split()[-1]
     try:
-        measured = measure(options)
-        keys = {
-            name: value
-            for name, value in vars(options).items()
-            if name == "key" or name.endswith("_key")
-        }
-        shown = {name: value for name, value in vars(options).items() if name not in keys}
+        measured = measure(asked)
+        given = vars(asked)
+        keys = [option for option in given if option.endswith("key")]
+        shown = {option: value for option, value in given.items() if option not in keys}
         result = without_nan({"benchmark": command, **provenance(), "options": shown, **measured})
-        for key in filter(None, keys.values()):
+        for key in filter(None, map(given.get, keys)):
             result["command"] = result["command"].replace(key, "KEY")
-        if options.json:
-            write_result(options.json, result)
+        if asked.json:
+            write_result(asked.json, result)
     except ManyloraError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    for rows in filter(
-        None, (result["table"], _ratio_rows(result.get("ratios", {})), result.get("goals"))
-    ):
-        print_rows(rows)
+    for rows in (result["table"], _ratio_rows(result.get("ratios", {})), result.get("goals")):
+        if rows:
+            print_rows(rows)
     failures = result.get("failures", [])
     for failure in failures:
         print(f"{command}: {failure}", file=sys.stderr)
@@ -237,24 +242,22 @@ def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
     return value
 
 
-def spread_rows(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def spread_rows(figures: Mapping[str, Mapping[str, Figures]]) -> list[Figures]:
     """Rows of a table of spreads, which come by group and by name."""
     return [
-        {"": group, "figure": name, **{key: found[key] for key in SHOWN}}
+        {"": group, "figure": name, **_shown(found)}
         for group, by_name in figures.items()
         for name, found in by_name.items()
     ]
 
 
-def _ratio_rows(ratios: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _ratio_rows(ratios: Mapping[str, Any]) -> list[Figures]:
     """Rows of single ratios and of spreads."""
-    return [
-        {
-            "ratio": name,
-            **({key: found[key] for key in SHOWN} if isinstance(found, Mapping) else {"": found}),
-        }
-        for name, found in ratios.items()
-    ]
+    return [{"ratio": name, **_shown(found)} for name, found in ratios.items()]
+
+
+def _shown(found: Any) -> Figures:  # noqa: ANN401 - a figure or a spread
+    return {key: found[key] for key in SHOWN} if isinstance(found, Mapping) else {"": found}
 
 
 def _program() -> list[str]:

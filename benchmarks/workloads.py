@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -17,18 +16,6 @@ from manylora.errors import ConfigError
 PATTERNS = "uniform, or zipf:1.5 with any exponent"
 """Popularity patterns."""
 _DRAWN = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class TimedRequest:
-    """One request of a workload."""
-
-    arrival_s: float
-    """Seconds after the start."""
-    adapter: int
-    """Index of the adapter, from 0."""
-    prompt_tokens: int
-    output_tokens: int
 
 
 def draw_adapters(pattern: str, num_adapters: int, seed: int) -> Iterator[int]:

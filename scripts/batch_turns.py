@@ -15,13 +15,12 @@ import itertools
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from manylora import demo
 from manylora.benchmarks.http.batch_lane import start_batch, upload_lines, wait_for_batch
 from manylora.benchmarks.http.own_server import BASE_NAME, plain_server
-from manylora.benchmarks.report import add_settings_option, goal, positive, tell
+from manylora.benchmarks.report import SETTINGS, Options, goal, tell
 from manylora.client import Client
 from manylora.errors import ManyloraError
 
@@ -34,7 +33,7 @@ DONE = "completed"
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The own lines alone, then beside the batches."""
     with plain_server(demo.MODEL, options.set) as server:
-        flood, own = (server.client(server.add_tenant(name)) for name in ("flood", "own"))
+        flood, own = (server.client(name) for name in ("flood", "own"))
         with flood, own:
             file_id = _upload(own, options.own_lines, options.line_tokens)
             _run(own, file_id)  # warms up
@@ -76,23 +75,14 @@ def _summary(seconds: list[float]) -> dict[str, float]:
     return {"median_s": statistics.median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
 
 
-def main() -> int:
-    """Measure, and tell whether it is as promised."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batches", type=positive, default=100, help="batches of the other tenant")
-    parser.add_argument("--lines", type=positive, default=200, help="requests of each of them")
-    parser.add_argument(
-        "--own-lines", type=positive, default=10, help="requests of the batch that is timed"
-    )
-    parser.add_argument("--line-tokens", type=positive, default=64, help="output tokens of a line")
-    parser.add_argument("--repeats", type=positive, default=5, help="batches that are timed")
-    add_settings_option(parser.add_argument)
-    parser.add_argument("--json", type=Path, help="file for the result")
-    options = parser.parse_args()
-    return tell("batch-turns", options, measure)
-
+OPTIONS: Options = {
+    "batches": (100, "batches of the other tenant"),
+    "lines": (200, "requests of each of them"),
+    "own_lines": (10, "requests of the batch that is timed"),
+    "line_tokens": (64, "output tokens of a line"),
+    "repeats": (5, "batches that are timed"),
+    **SETTINGS,
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell("batch-turns", __doc__, OPTIONS, measure))

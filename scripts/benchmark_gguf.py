@@ -14,7 +14,6 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, TokenType, get_te
 from safetensors.torch import load_file
 
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE, base_config, make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE
 
 PAD = 0
 EOS = 1
@@ -22,7 +21,7 @@ EOS = 1
 
 def main(target: Path) -> None:
     """Write the file; makes the checkpoint if it is not there."""
-    base, _ = make_checkpoints(DEFAULT_CACHE)
+    base, _ = make_checkpoints()
     config: Any = base_config()
     writer = GGUFWriter(target, "qwen2")
     writer.add_block_count(config.num_hidden_layers)

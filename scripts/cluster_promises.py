@@ -20,16 +20,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.gateway import ARRIVE_S, STEP_S, Servers, load, stepped_cluster
+from manylora.benchmarks.http.gateway import (
+    ARRIVE_S,
+    STEP_S,
+    Servers,
+    load,
+    stepped_cluster,
+    targets,
+)
+from manylora.benchmarks.http.generator import Target
 from manylora.benchmarks.http.own_server import TENANT, OwnServer
 from manylora.benchmarks.metrics import distribution
-from manylora.benchmarks.report import goal, positive, tell
+from manylora.benchmarks.report import Options, goal, tell
 from manylora.client import Client
 from manylora.errors import ClientError, ManyloraError
 
@@ -46,11 +53,11 @@ WITHIN_S = 30.0
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all of them, one after the other."""
     with stepped_cluster() as (replicas, gateways):
-        key = gateways[0].add_tenant(TENANT)
+        base = gateways[0].target(TENANT)
         seconds_until(lambda: all(len(num_running(each)) == len(replicas) for each in gateways))
         refused_s = max(key_revoked([*gateways, *replicas]) for _ in range(NUM_KEYS))
-        killed = uvloop.run(replica_killed(replicas[0], gateways[:1], key, options.streams))
-        aborted_s = uvloop.run(gateway_killed(gateways, key, options.streams))
+        killed = uvloop.run(replica_killed(replicas[0], [base], options.streams))
+        aborted_s = uvloop.run(gateway_killed(gateways, base, options.streams))
     goals = [
         goal("key revoked: s until all servers refuse it, longest", refused_s, REFUSED_S),
         goal("replica killed: s until the error event, p99", killed["event_s"]["p99"], EVENT_S),
@@ -64,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def key_revoked(servers: Servers) -> float:
     """Seconds until all servers refuse a key, which is used until it is revoked through the first of them."""
     made = servers[0].admin.create_key(TENANT)
-    clients = [server.client(made["key"]) for server in servers]
+    clients = [Client(server.admin.url, made["key"]) for server in servers]
     if any(is_refused(client) for client in clients * NUM_USES):
         raise ManyloraError("a new key was refused")
     servers[0].admin.revoke_key(made["id"])
@@ -72,14 +79,14 @@ def key_revoked(servers: Servers) -> float:
 
 
 async def replica_killed(
-    victim: OwnServer, gateways: Servers, key: str, num_streams: int
+    victim: OwnServer, asked: Sequence[Target], num_streams: int
 ) -> dict[str, Any]:
     """Kill a replica; returns when its streams had the error event, and what became of requests sent meanwhile."""
-    streams = asyncio.create_task(load(gateways, key, num_streams, int(4 * ARRIVE_S / STEP_S)))
+    streams = asyncio.create_task(load(asked, num_streams, int(4 * ARRIVE_S / STEP_S)))
     await asyncio.sleep(2 * ARRIVE_S)
     killed_s = time.perf_counter()
     os.killpg(victim.pid, signal.SIGKILL)  # its engine goes with it, as when the machine goes
-    new = await load(gateways, key, NUM_NEW, 2)
+    new = await load(asked, NUM_NEW, 2)
     replies = await streams
     lost = [reply for reply in replies if reply.error]
     if other := next(
@@ -97,10 +104,12 @@ async def replica_killed(
     }
 
 
-async def gateway_killed(gateways: Servers, key: str, num_streams: int) -> float:
+async def gateway_killed(gateways: Servers, base: Target, num_streams: int) -> float:
     """Seconds until the replica that is left computes nothing more for it."""
     victim, other = gateways
-    streams = asyncio.create_task(load([victim], key, num_streams, int(9 * ARRIVE_S / STEP_S)))
+    streams = asyncio.create_task(
+        load(targets([victim], base), num_streams, int(9 * ARRIVE_S / STEP_S))
+    )
     await asyncio.sleep(2 * ARRIVE_S)
     if (running := await asyncio.to_thread(num_running, other)) != [num_streams]:
         raise ManyloraError(
@@ -139,15 +148,7 @@ def seconds_until(is_so: Callable[[], bool]) -> float:
     return time.perf_counter() - start_s
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--streams", type=positive, default=64)
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
-    return parser
-
+OPTIONS: Options = {"streams": (64, "of the gateways")}
 
 if __name__ == "__main__":
-    sys.exit(tell("cluster-promises", make_parser().parse_args(), measure))
+    sys.exit(tell("cluster-promises", __doc__, OPTIONS, measure))

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ import httpx
 import uvloop
 
 from manylora import demo
-from manylora.benchmarks.http.flood import Streams, flood
-from manylora.benchmarks.http.generator import Call, Generator, Target, check_replies
+from manylora.benchmarks.http.flood import flood
+from manylora.benchmarks.http.generator import Call, Generator, Load, Target, check_replies
 from manylora.benchmarks.http.own_server import BASE_NAME, OwnServer, plain_server
 from manylora.benchmarks.http.processes import usage
 from manylora.benchmarks.http.runner import play
 from manylora.benchmarks.metrics import Reply, percentile
-from manylora.benchmarks.report import add_settings_option, goal, positive, tell
+from manylora.benchmarks.report import SETTINGS, Options, goal, tell
 
 MEGABYTE = 1_000_000
 MOST_LATER_MS = 100.0
@@ -92,16 +92,14 @@ def _model(folder: Path) -> Path:
 
 
 def _measure(server: OwnServer, options: argparse.Namespace) -> dict[str, Any]:
-    quiet = Target(server.url, server.add_tenant("quiet"), BASE_NAME)
-    above = Target(
-        server.admin.url, server.add_tenant("flood"), BASE_NAME
-    )  # bodies name whole paths
+    quiet = server.target("quiet")
+    above = replace(server.target("flood"), url=server.admin.url)  # bodies name whole paths
     _beside(quiet, None, [], options.seconds / 3)  # warms up
     before_mib = _memory_mib(server)
     table = [_beside(quiet, "alone", [], options.seconds)]
     for path, body in bodies().items():
         sent = json.dumps(body, separators=(",", ":")).encode()
-        texts = Texts(targets=[above], count=options.texts, every_s=LEAST_S, path=path, body=sent)
+        texts = Texts(targets=[above], at_once=options.texts, every_s=LEAST_S, path=path, body=sent)
         table.append(_beside(quiet, path, [texts], options.seconds))
     ends_s = time.monotonic() + MEMORY_S
     while (left_mib := _memory_mib(server) - before_mib) > LEFT_MIB / 2:
@@ -122,7 +120,7 @@ def _measure(server: OwnServer, options: argparse.Namespace) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts(Streams):
+class Texts(Load):
     """Texts that a tenant keeps on their way."""
 
     path: str
@@ -160,25 +158,24 @@ async def _ask_both(quiet: Target, until_s: float) -> tuple[list[Reply], list[fl
     """Ask for completions and for /health beside each other; returns the replies and milliseconds of /health."""
     replies: list[Reply] = []
     health_ms: list[float] = []
-    made = Generator()
-
-    async def complete(_: int, due_s: float) -> None:
-        await Call(made.client(quiet), quiet.model, QUIET_BODY, output_tokens=1).send(
-            replies, due_s
-        )
-        await asyncio.sleep(QUIET_EVERY_S)
 
     async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
+        with Generator() as made:
 
-        async def look(_: int, due_s: float) -> None:
-            (await client.get(quiet.url.removesuffix("/v1") + "/health")).raise_for_status()
-            health_ms.append(1e3 * (time.perf_counter() - due_s))
-            await asyncio.sleep(HEALTH_EVERY_S)
+            async def complete(_: int, due_s: float) -> None:
+                call = Call(made.client(quiet), quiet.model, QUIET_BODY, output_tokens=1)
+                await call.send(replies, due_s)
+                await asyncio.sleep(QUIET_EVERY_S)
 
-        await asyncio.gather(
-            *(play(itertools.count(), act, at_once=1, until_s=until_s) for act in (complete, look))
-        )
-    made.close()
+            async def look(_: int, due_s: float) -> None:
+                (await client.get(quiet.url.removesuffix("/v1") + "/health")).raise_for_status()
+                health_ms.append(1e3 * (time.perf_counter() - due_s))
+                await asyncio.sleep(HEALTH_EVERY_S)
+
+            each = (
+                play(itertools.count(), act, at_once=1, until_s=until_s) for act in (complete, look)
+            )
+            await asyncio.gather(*each)
     return replies, health_ms
 
 
@@ -187,18 +184,7 @@ def _memory_mib(server: OwnServer) -> float:
     return usage(server.pid, has_children=False).mib
 
 
-def main() -> int:
-    """Measure, and tell whether it is as promised."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--texts", type=positive, default=12, help="texts at once")
-    parser.add_argument("--seconds", type=positive, default=15, help="of each row")
-    add_settings_option(parser.add_argument)
-    parser.add_argument("--json", type=Path, help="file for the result")
-    options = parser.parse_args()
-    return tell("long-texts", options, measure)
-
+OPTIONS: Options = {"texts": (12, "texts at once"), "seconds": (15, "of each row"), **SETTINGS}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell("long-texts", __doc__, OPTIONS, measure))

@@ -178,8 +178,4 @@ def _show_s(page: Page, path: str) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
-    sys.exit(tell("promises", parser.parse_args(), measure))
+    sys.exit(tell("promises", __doc__, {}, measure))

@@ -11,27 +11,25 @@ parts, in ms, and, last, one JSON line.
 
 from __future__ import annotations
 
-import argparse
-import random
 import statistics
 import time
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from manylora.adapters.ref import AdapterRef
-from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
+from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine, random_prompts
 from manylora.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
-from manylora.benchmarks.engine.stored import store_adapters
 from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, add_positive, counts, take_turns
+from manylora.benchmarks.report import Figures, Options, counts, take_turns
 from manylora.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.model.linear import make_head, make_linear
 from manylora.kernels.weight_format import WeightFormat
@@ -115,17 +113,10 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def step_engine(
-    base: Path,
-    *,
-    threads: int,
-    max_rows: int,
-    weights: WeightFormat = "bf16",
-    kv_dtype: KvDtype = "auto",
+    base: Path, *, max_rows: int, weights: WeightFormat = "bf16", kv_dtype: KvDtype = "auto"
 ) -> AbstractContextManager[OwnEngine]:
-    """Build an engine for steps of at most `max_rows` requests; with `threads` 0 it chooses them itself."""
-    model = ModelConfig(
-        path=str(base), device="cpu", dtype="bfloat16", weights=weights, threads=threads
-    )
+    """Build an engine for steps of at most `max_rows` requests."""
+    model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", weights=weights)
     memory = MemoryConfig(gib=1.0, host_gib=0.75, kv_dtype=kv_dtype, prefix_cache=False)
     scheduler = SchedulerConfig(
         max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS)
@@ -137,45 +128,33 @@ def timed_steps(
     engine: OwnEngine, case: Case, steps: int, clock: PartClock
 ) -> tuple[list[float], Counter[str]]:
     """Run steps of a case; returns the seconds of each, and the sums of their parts. A prefill is one step."""
-    draw = random.Random(engine.core.num_steps)
-    prompts = [
-        [draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)] for _ in range(case.rows)
-    ]
-    requests = engine.submit_endless(prompts, case.adapters)
-    if not case.is_prefill:
-        engine.pump_until_decoding(requests)
-        for _ in range(FIRST_STEPS):
-            engine.pump()
-    clock.seconds.clear()
-    seconds = [engine.pump() for _ in range(1 if case.is_prefill else steps)]
-    parts = Counter(clock.seconds)
-    engine.abort(requests)
-    return seconds, parts
+    prompts = random_prompts(engine.core.num_steps, VOCAB_SIZE, case.rows, case.prompt_tokens)
+    with engine.running(prompts, case.adapters) as requests:
+        if not case.is_prefill:
+            engine.pump_until_decoding(requests)
+            for _ in range(FIRST_STEPS):
+                engine.pump()
+        clock.seconds.clear()
+        seconds = [engine.pump() for _ in range(1 if case.is_prefill else steps)]
+        return seconds, Counter(clock.seconds)
 
 
-def make_cases(
-    engine: OwnEngine,
-    adapters: Sequence[Path],
-    rows: Sequence[int],
-    prompt_tokens: int,
-    prefill: int,
-) -> list[Case]:
+def make_cases(engine: OwnEngine, adapters: Sequence[Path], options: Namespace) -> list[Case]:
     """Decode steps for the base and, from 8 rows on, for 8 adapters; then a long prompt."""
     smallest = [folder for folder, rank in zip(adapters, RANKS, strict=True) if rank == min(RANKS)]
     mixed, small = (
-        store_adapters(engine.parts.ready, engine.blob_dir, folders, len(adapters))
-        for folders in (adapters, smallest)
+        engine.store_adapters(folders, len(adapters)) for folders in (adapters, smallest)
     )
-    cases = [Case(f"decode, {count} base", count, [None], prompt_tokens) for count in rows]
-    for count in rows:
-        if count >= len(mixed):
-            cases.append(
-                Case(f"decode, {count} of 8 adapters of rank 8", count, small, prompt_tokens)
-            )
-            cases.append(Case(f"decode, {count} of 8 mixed adapters", count, mixed, prompt_tokens))
-    for name, refs in (("base", [None]), ("rank 64", mixed[3:4])) if prefill else ():
+    length = options.prompt_tokens
+    cases = [Case(f"decode, {rows} base", rows, [None], length) for rows in options.rows]
+    for rows in options.rows:
+        for about, refs in (("adapters of rank 8", small), ("mixed adapters", mixed)):
+            if rows >= len(refs):
+                cases.append(Case(f"decode, {rows} of 8 {about}", rows, refs, length))
+    tokens = options.prefill
+    for about, refs in (("base", [None]), ("rank 64", mixed[3:4])) if tokens else ():
         cases.append(
-            Case(f"prompt of {prefill:,} tokens, {name}", 1, refs, prefill, is_prefill=True)
+            Case(f"prompt of {tokens:,} tokens, {about}", 1, refs, tokens, is_prefill=True)
         )
     return cases
 
@@ -189,23 +168,19 @@ class Contender:
     cases: list[Case]
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """Run all cases in all formats of weights."""
-    base, adapters = make_checkpoints(options.cache)
+    base, adapters = make_checkpoints()
     max_rows = max([1, *options.rows])
-    found = dict[str, dict[str, Any]]()
+    found = Figures()
     with timed_parts() as clock, ExitStack() as stack:
         contenders = {}
         floors = dict[WeightFormat, LinearPass]()
         for name in options.weights:
             weights, kv_dtype = FORMATS[name]
-            opened = step_engine(
-                base, threads=options.threads, max_rows=max_rows, weights=weights, kv_dtype=kv_dtype
-            )
+            opened = step_engine(base, max_rows=max_rows, weights=weights, kv_dtype=kv_dtype)
             engine = stack.enter_context(opened)
-            cases = make_cases(
-                engine, adapters, options.rows, options.prompt_tokens, options.prefill
-            )
+            cases = make_cases(engine, adapters, options)
             floors[weights] = floors.get(weights) or LinearPass(weights)
             contenders[name] = Contender(engine, floors[weights], cases)
         for index in range(len(cases)):
@@ -214,8 +189,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_case(
-    contenders: dict[str, Contender], index: int, options: argparse.Namespace, clock: PartClock
-) -> dict[str, Any]:
+    contenders: dict[str, Contender], index: int, options: Namespace, clock: PartClock
+) -> Figures:
     """Run one case, all formats in turns, with a pass of the floor after each repeat."""
 
     def run(name: str, _round: int) -> tuple[list[float], Counter[str], float]:
@@ -229,7 +204,7 @@ def _measure_case(
         case = contender.cases[index]
         warm_up = WARM_UP_STEPS if any(case.adapters) and not case.is_prefill else 0
         timed_steps(contender.engine, replace(case, is_prefill=False), warm_up, clock)
-    found: dict[str, Any] = {}
+    found = Figures()
     for format_, rounds in take_turns(contenders, options.repeats, run, first=1).items():
         name = case.name if format_ == "bf16" else f"{case.name}, {format_}"
         step_s, parts, floor_s = zip(*rounds, strict=True)
@@ -237,9 +212,7 @@ def _measure_case(
     return found
 
 
-def make_result(
-    cases: dict[str, dict[str, Any]], prompt_tokens: int = PROMPT_TOKENS
-) -> dict[str, Any]:
+def make_result(cases: dict[str, Figures], prompt_tokens: int = PROMPT_TOKENS) -> Figures:
     """The figures of all cases, and a table with the parts in groups."""
     return {
         "load": {"model": MODEL_ABOUT, "prompt_tokens": prompt_tokens},
@@ -259,9 +232,7 @@ def make_result(
     }
 
 
-def figures(
-    step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]
-) -> dict[str, Any]:
+def figures(step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]) -> Figures:
     """Medians, their ratio, and the mean time of each part of a step."""
     step = statistics.median(step_s)
     floor = statistics.median(floor_s)
@@ -278,20 +249,19 @@ def formats(text: str) -> list[str]:
     """Read formats, comma-separated.
 
     Raises:
-        argparse.ArgumentTypeError: One is none of `FORMATS`.
+        ArgumentTypeError: One is none of `FORMATS`.
     """
     found = text.split(",")
     if not set(found) <= set(FORMATS):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(FORMATS)}, got {text}")
+        raise ArgumentTypeError(f"expected some of {', '.join(FORMATS)}, got {text}")
     return [name for name in FORMATS if name in found]
 
 
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
-    add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
-    add_positive(add, prompt_tokens=(PROMPT_TOKENS, "of each request of a decode step"))
-    add("--weights", type=formats, default="bf16", help=f"of {', '.join(FORMATS)}, comma-separated")
-    add_positive(add, steps=(24, "timed decode steps of each repeat"), repeats=(4, ""))
-    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
+OPTIONS: Options = {
+    "rows": ("1,8,32", "requests of a decode step, comma-separated", counts),
+    "prefill": (2040, "tokens of the long prompt; 0 leaves it out", int),
+    "prompt_tokens": (PROMPT_TOKENS, "of each request of a decode step"),
+    "weights": ("bf16", f"of {', '.join(FORMATS)}, comma-separated", formats),
+    "steps": (24, "timed decode steps of each repeat"),
+    "repeats": (4, ""),
+}

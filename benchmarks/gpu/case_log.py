@@ -12,16 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from manylora.benchmarks.report import without_nan
+from manylora.benchmarks.report import Figures, without_nan
 
-Figures = Mapping[str, Any]
-"""The findings of a case. The printed line shows `measured`, `floor`, `goal` (the most that `measured` should be),
-`unit` and `note`. A goal that is missed, or `ok` that is False, makes the exit status 1. `absent` says why the case was
-not run."""
 Cases = Mapping[str, Callable[[], Figures]]
-"""Measurements by name, in the order of their worth."""
+"""Measurements by name, in the order of their worth.
+
+The printed line of its figures shows `measured`, `floor`, `goal` (the most that `measured` should be), `unit` and
+`note`. A missed goal, or `ok` that is False, makes the exit status 1. `absent` says why the case was not run."""
 UNFINISHED_CASE = "the process ended in this case"
 """The error of a case from its start to its end."""
 DONE = 0
@@ -72,7 +70,7 @@ class CaseLog:
                 return UNFINISHED
             self._keep(name, {"error": UNFINISHED_CASE})
             try:
-                found = dict(cases[name]())
+                found = cases[name]()
             except Exception as error:  # noqa: BLE001 - whatever it is, the next case may work
                 found = {
                     "error": f"{type(error).__name__}: {error}",
@@ -96,26 +94,31 @@ def write(path: Path, content: Figures) -> None:
     """Replace a file of results, which is whole at any time, also after the machine was taken away."""
     whole = path.with_suffix(".part")
     with whole.open("w") as file:
-        file.write(json.dumps(without_nan(dict(content)), indent=1) + "\n")
+        file.write(json.dumps(without_nan(content), indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
     whole.replace(path)
 
 
-def settle(path: Path, error: str | None) -> None:
-    """Give the case in which a verb's process ended another error; None forgets it, so that it is run again.
+def settle(path: Path, error: str = "") -> None:
+    """Give the case in which a verb's process ended another error; without one it is run again.
 
     Args:
         path: The file; it may be missing.
         error: Why it ended.
     """
-    kept = json.loads(path.read_text()) if path.exists() else {"cases": {}}
-    cases: dict[str, Figures] = kept["cases"]
-    for name in [name for name, found in cases.items() if found.get("error") == UNFINISHED_CASE]:
-        del cases[name]
-        if error is not None:
-            cases[name] = {"error": error}
-        write(path, kept)
+    kept = read(path)
+    for name, found in list(kept["cases"].items()):
+        if found.get("error") == UNFINISHED_CASE:
+            kept["cases"][name] = {"error": error}
+            if not error:
+                del kept["cases"][name]
+            write(path, kept)
+
+
+def read(path: Path) -> Figures:
+    """A file of results; one that is missing has no cases."""
+    return dict(json.loads(path.read_text())) if path.exists() else {"cases": {}}
 
 
 def is_failure(found: Figures) -> bool:

@@ -8,7 +8,6 @@ next call runs what is missing; a case that was cut off because the time was up 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ from manylora.benchmarks.gpu.case_log import (
     Figures,
     is_failure,
     line,
+    read,
     settle,
 )
 from manylora.benchmarks.gpu.predictions import PREDICTIONS
@@ -101,7 +101,7 @@ class FirstLook:
         """Run the pieces that fit; returns the exit status."""
         self._end_s = time.monotonic() + self.seconds - CLOSING_S
         for verb in {piece.verb for piece in self.pieces}:
-            settle(self._file(verb), None)  # it was cut off with the process that ran this
+            settle(self._file(verb))  # it was cut off with the process that ran this
         try:
             with _sigterm_as_interrupt():
                 for piece in self.pieces:
@@ -111,52 +111,56 @@ class FirstLook:
         table = self.table()
         (self.out / TABLE).write_text(table)
         print(table, flush=True)
-        found = [found for piece in self.pieces for found in self.found(piece).values()]
-        if self.failures or any(map(is_failure, found)):
+        found = {piece: self.found(piece) for piece in self.pieces}
+        if self.failures or any(
+            is_failure(case) for each in found.values() for case in each.values()
+        ):
             return FAILED
-        return UNFINISHED if any(map(self._missing, self.pieces)) else DONE
+        is_whole = all(len(each) == len(self._names(piece)) for piece, each in found.items())
+        return DONE if is_whole else UNFINISHED
 
     def found(self, piece: Piece) -> dict[str, Figures]:
         """Results of a piece's cases so far."""
-        path = self._file(piece.verb)
-        kept: dict[str, Figures] = json.loads(path.read_text())["cases"] if path.exists() else {}
-        return {name: kept[name] for name in piece.names(self.cases[piece.verb]) if name in kept}
+        kept = read(self._file(piece.verb))["cases"]
+        return {name: kept[name] for name in self._names(piece) if name in kept}
 
     def table(self) -> str:
         """Make a table of all cases, beside what was predicted of them."""
         rows = ["| verb | case | measured | predicted | ratio |", "|---|---|---|---|---|"]
         for piece in self.pieces:
             found = self.found(piece)
-            reason = self.failures.get(piece, "not run: no time was left")
-            for name in piece.names(self.cases[piece.verb]):
-                cells = row(piece.verb, name, found[name]) if name in found else [reason, "", ""]
+            missing = [self.failures.get(piece, "not run: no time was left"), "", ""]
+            for name in self._names(piece):
+                cells = row(piece.verb, name, found[name]) if name in found else missing
                 rows.append("| " + " | ".join([piece.verb, name, *cells]).replace("\n", " ") + " |")
         return "\n".join(rows) + "\n"
 
     def _file(self, verb: str) -> Path:
         return self.out / f"{verb}.json"
 
-    def _missing(self, piece: Piece) -> int:
-        return len(piece.names(self.cases[piece.verb])) - len(self.found(piece))
+    def _names(self, piece: Piece) -> list[str]:
+        return piece.names(self.cases[piece.verb])
 
     def _finish(self, piece: Piece) -> None:
         """Run a piece until all its cases were tried; a process that dies is followed by one for the other cases."""
-        while missing := self._missing(piece):
+        num_cases = len(self._names(piece))
+        before = self.found(piece)
+        while len(before) < num_cases:
             left_s = self._end_s - time.monotonic()
-            expected_s = self.expected_s(piece) * missing / len(piece.names(self.cases[piece.verb]))
+            expected_s = self.expected_s(piece) * (1 - len(before) / num_cases)
             if left_s < expected_s:
                 return
-            before = self.found(piece)
-            why = self._process(
-                piece, min(left_s, HANGS * expected_s), is_last=left_s <= HANGS * expected_s
-            )
+            limit_s = HANGS * expected_s
+            why = self._process(piece, min(left_s, limit_s), is_last=left_s <= limit_s)
             after = self.found(piece)
-            for name in [name for name in after if name not in before]:
-                print(f"{piece.verb:8} {line(name, after[name])}", flush=True)
-            if self._missing(piece) == missing:
+            for name, found in after.items():
+                if name not in before:
+                    print(f"{piece.verb:8} {line(name, found)}", flush=True)
+            if len(after) == len(before):
                 if why:
                     self.failures[piece] = why
                 return
+            before = after
 
     def _process(self, piece: Piece, limit_s: float, *, is_last: bool) -> str:
         """Run a process for a piece; returns why it ended, which is empty where the time was up or all is well.
@@ -166,55 +170,37 @@ class FirstLook:
             limit_s: Seconds after which it is killed.
             is_last: Whether the time is up then: the case that it is in is no failure.
         """
-        arguments = [
-            piece.verb,
-            "--only",
-            piece.only,
-            "--out",
-            str(self.out),
-            "--seconds",
-            str(limit_s),
-        ]
+        limits = ["--out", str(self.out), "--seconds", str(limit_s)]
         path = self.out / LOG
+        why = ""
         with path.open("a") as log:
             start = log.tell()
             process = subprocess.Popen(
-                [*self.command, *arguments, *self.options],
+                [*self.command, piece.verb, "--only", piece.only, *limits, *self.options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # it is ended with all that it starts
                 env=interpreting() if "--tiny" in self.options and piece.verb == "agree" else None,
             )
-            error: str | None = None
             try:
                 status = process.wait(limit_s)
+                if status not in (DONE, UNFINISHED):
+                    lines = path.read_bytes()[start:].decode(errors="replace").splitlines()
+                    why = f"ended with status {status}: {' | '.join(lines[-3:])}"
             except subprocess.TimeoutExpired:
                 why = "" if is_last else f"did not end within {limit_s:.0f} s"
-                error = why or None
-            else:
-                last = " | ".join(
-                    path.read_bytes()[start:].decode(errors="replace").splitlines()[-3:]
-                )
-                why = error = (
-                    "" if status in (DONE, UNFINISHED) else f"ended with status {status}: {last}"
-                )
             finally:
                 _end(process)
-                settle(self._file(piece.verb), error)
+                settle(self._file(piece.verb), why)
         return why
 
 
 def row(verb: str, name: str, found: Figures) -> list[str]:
     """The cells of a case: measured, predicted, and measured as a multiple of the nearest predicted figure."""
     if "measured" not in found:
-        return [
-            str(found.get("error") or found.get("absent") or found.get("note", "")).splitlines()[0][
-                :160
-            ],
-            "",
-            "",
-        ]
+        reason = str(found.get("error") or found.get("absent") or found.get("note", ""))
+        return [reason.splitlines()[0][:160], "", ""]
     measured = found["measured"]
     unit = found.get("unit", "")
     shown = f"{measured:,.4g} {unit}"

@@ -20,7 +20,6 @@ import torch
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.kernels import KernelBench, Machine, measure_machine
 from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
-from manylora.benchmarks.engine.stored import store_adapters
 from manylora.benchmarks.model_shapes import ALL_LINEAR, MODELS, QWEN, ModelShape
 from manylora.benchmarks.qwen_shape import save_random_adapter
 from manylora.config import (
@@ -135,11 +134,11 @@ class Setup:
             return self.stack.enter_context(own_engine(config))
 
     def adapters(self, ranks: Sequence[int], count: int) -> list[AdapterRef]:
-        """So many different adapters of these ranks in turn, random in all linear layers."""
+        """This number of different adapters of these ranks in turn, random in all linear layers."""
         folders = [self.folder / f"rank-{rank}" for rank in ranks]
         for folder, rank in zip(folders, ranks, strict=True):
             save_random_adapter(folder, self.model.base(), ALL_LINEAR, rank, seed=rank)
-        return store_adapters(self.engine.parts.ready, self.engine.blob_dir, folders, count)
+        return self.engine.store_adapters(folders, count)
 
 
 def random_tensor(

@@ -21,9 +21,9 @@ as CUDA graphs, and the file is DIR/VERB-eager.json. --tiny runs toy sizes on a 
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ from typing import get_args
 
 import torch
 
-from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, serve, step
+from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, step
 from manylora.benchmarks.gpu.case_log import CaseLog, Cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
-from manylora.benchmarks.report import AddOption, add_positive, provenance
+from manylora.benchmarks.report import Options, make_parser, provenance
 from manylora.config import KvDtype, environment
 from manylora.errors import ConfigError
 
@@ -46,34 +46,47 @@ VERBS: dict[str, Callable[[Setup], Cases]] = {
     "step": step.cases,
     "profile": step.trace_cases,
     "memory": memory.cases,
-    "serve": serve.cases,
+    "serve": step.swap_cases,
 }
 FIRST = "first"
 """The verb that runs pieces of the others."""
 PROGRAMS = ("check", "sanitize")
 """Verbs that compute nothing in this process: its memory on the device is theirs."""
+OPTIONS: Options = {
+    "seconds": (540.0, "stop before a case that would not end within these seconds"),
+    "jobs": (1, "processes for tests"),
+    "only": ("", "a pattern: run only cases whose names have it"),
+    "eager": (False, "launch each kernel of a decode step: no CUDA graphs"),
+    "kv_dtype": ("auto", "of the keys and values of operations", get_args(KvDtype)),
+    "cpu": (False, "with kernels: time them on this CPU, in the shape of Qwen2.5-0.5B"),
+    "commit": ("", "the commit, where this is not a checkout"),
+    "tiny": (False, "toy sizes on a CPU, to try the verbs out"),
+}
 
 
-def run(options: argparse.Namespace) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run a verb; returns the exit status.
 
     Raises:
         ConfigError: There is no CUDA device, or the verb needs one.
     """
+    out = (environment().get("OUT", ...), "folder of the results, which are kept; else $OUT", Path)
+    parser = make_parser("manylora bench gpu", __doc__, {"out": out, **OPTIONS})
+    parser.add_argument("verb", choices=[FIRST, *VERBS])
+    options = parser.parse_args(arguments)
     if options.cpu and options.verb != "kernels":
         raise ConfigError(
             "--cpu is for kernels alone. The other verbs take a GPU, or toy sizes with --tiny."
         )
-    if not (options.tiny or options.cpu or torch.cuda.is_available()):
+    is_cpu = options.tiny or options.cpu
+    if not is_cpu and not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} sees no CUDA device. Run it where there is one, or try the verbs out on a CPU "
             "with --tiny."
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.verb == FIRST:
-        return run_first(options)
     setup = Setup(
-        device=torch.device("cpu" if options.tiny or options.cpu else "cuda"),
+        device=torch.device("cpu" if is_cpu else "cuda"),
         out=options.out.resolve(),
         is_tiny=options.tiny,
         is_eager=options.eager,
@@ -81,31 +94,28 @@ def run(options: argparse.Namespace) -> int:
         jobs=options.jobs,
         seconds=options.seconds,
     )
-    about = {"verb": options.verb, **provenance(), **describe_device(setup.device)}
+    return (run_first if options.verb == FIRST else run_verb)(setup, options)
+
+
+def run_verb(setup: Setup, options: Namespace) -> int:
+    """Run the cases of a verb; returns the exit status."""
+    verb = options.verb
+    about = {"verb": verb, **provenance(), **describe_device(setup.device)}
     about["commit"] = options.commit or about["commit"]
-    if options.verb not in PROGRAMS:
+    if verb not in PROGRAMS:
         about["machine"] = asdict(setup.machine)
     ways = {"eager": options.eager, "cpu": options.cpu, "int8": options.kv_dtype == "int8"}
-    name = "-".join([options.verb, *(way for way, is_taken in ways.items() if is_taken)])
+    name = "-".join([verb, *(way for way, is_taken in ways.items() if is_taken)])
     log = CaseLog(setup.out / f"{name}.json", about)
-    cases = {
-        name: case
-        for name, case in VERBS[options.verb](setup).items()
-        if re.search(options.only, name)
-    }
+    cases = VERBS[verb](setup).items()
+    chosen = {name: case for name, case in cases if re.search(options.only, name)}
     with setup.stack:
-        return log.run(cases, options.seconds, partial(release, setup.device))
+        return log.run(chosen, options.seconds, partial(release, setup.device))
 
 
-def run_first(options: argparse.Namespace) -> int:
+def run_first(setup: Setup, options: Namespace) -> int:
     """Run pieces of the verbs, each in a process of its own; returns the exit status."""
-    device = torch.device("cpu" if options.tiny else "cuda")
-    setup = Setup(device=device, out=options.out.resolve(), is_tiny=options.tiny)
-    handed_on = [
-        "--jobs",
-        str(options.jobs),
-        *(["--commit", options.commit] if options.commit else []),
-    ]
+    handed_on = ["--jobs", str(options.jobs), "--commit", options.commit]
     return first.FirstLook(
         out=setup.out,
         options=[*handed_on, *(["--tiny"] if options.tiny else [])],
@@ -114,38 +124,3 @@ def run_first(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         pieces=first.PIECES,
     ).run()
-
-
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add("verb", choices=[FIRST, *VERBS])
-    out = environment().get("OUT")
-    add(
-        "--out",
-        type=Path,
-        default=out,
-        required=not out,
-        help="folder of the results, which are kept; else $OUT",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=540.0,
-        help="stop before a case that would not end within these seconds",
-    )
-    add_positive(add, jobs=(1, "processes for tests"))
-    add("--only", default="", help="a pattern: run only cases whose names have it")
-    add("--eager", action="store_true", help="launch each kernel of a decode step: no CUDA graphs")
-    add(
-        "--kv-dtype",
-        choices=get_args(KvDtype),
-        default="auto",
-        help="of the keys and values of operations",
-    )
-    add(
-        "--cpu",
-        action="store_true",
-        help="with kernels: time them on this CPU, in the shape of Qwen2.5-0.5B",
-    )
-    add("--commit", default="", help="the commit, where this is not a checkout")
-    add("--tiny", action="store_true", help="toy sizes on a CPU, to try the verbs out")

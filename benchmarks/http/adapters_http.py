@@ -11,35 +11,29 @@ KV cache. Prints tables and, last, one JSON line.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import itertools
 import statistics
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import uvloop
 
-from manylora.benchmarks.http.generator import Generator, Target, ask, check_replies
-from manylora.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
-from manylora.benchmarks.http.runner import play
-from manylora.benchmarks.metrics import Reply, percentile, tokens_per_s
+from manylora.benchmarks.http.generator import Load, Target, check_replies
+from manylora.benchmarks.http.own_server import DEMO, OwnServer, plain_server
+from manylora.benchmarks.metrics import percentile, tokens_per_s
 from manylora.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
 from manylora.benchmarks.report import (
-    DEFAULT_CACHE,
-    AddOption,
-    add_positive,
+    Figures,
+    Options,
     counts,
     goal,
     ratios,
     spread,
     take_turns,
 )
-from manylora.benchmarks.workloads import draw_adapters
 from manylora.errors import ManyloraError
 
 MIN_RATIO = {"cold": 0.85, "warm": 0.95}
@@ -51,8 +45,9 @@ MAX_COLD_TTFT_MS = 300.0
 """Demo model."""
 TURN_S = 5.0
 """Time for which one server is loaded, before it is the other one's turn."""
-Spans = dict[str, list[dict[str, Any]]]
+Spans = dict[str, list[Figures]]
 """Figures of each turn of the cold and of the warm span."""
+TENANT = "zipf"
 NUM_WARM_UP = 128
 """Requests for the base before the load."""
 _PASS_IN_FLIGHT = 8
@@ -60,12 +55,12 @@ _SAMPLE = 40
 """Adapters to ask for their number of pages; the copies repeat after a few."""
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """Measure all numbers of adapters, then the pool that is too small."""
     if options.shape == "0.5b":
-        options.model = make_checkpoints(options.cache)[0]
-        options.adapters = make_small_adapters(options.cache)
-    arms = {str(count): measure_arm(options, count, is_tight=False) for count in options.counts}
+        options.model = make_checkpoints()[0]
+        options.adapters = make_small_adapters()
+    arms = {str(count): measure_arm(options, count) for count in options.counts}
     if options.tight:
         arms["tight"] = measure_arm(options, options.tight, is_tight=True)
     table = []
@@ -95,49 +90,52 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"arms": arms, "table": table, "goals": goals}
 
 
-def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> dict[str, Any]:
+def measure_arm(options: Namespace, count: int, *, is_tight: bool = False) -> Figures:
     """Measure one number of adapters, on two new servers in each repeat."""
     settings: dict[str, list[str]] = {"control": [], "served": []}
 
     def run(repeat: int) -> dict[str, Spans]:
         with plain_server(options.model, options.set) as control:
-            targets = {"control": register(options, control, count)}
-            uvloop.run(_warm_up(options, control, targets["control"]))
+            loads = {"control": _load(options, control, count, repeat)}
+            _warm_up(control, loads["control"])
+            _fill_device(control, loads["control"].targets)
             if is_tight:
-                settings["served"] = _half_of_pool(options, control, targets["control"])
+                settings["served"] = _half_of_pool(options, control, loads["control"].targets)
             with plain_server(options.model, [*options.set, *settings["served"]]) as served:
-                targets["served"] = register(options, served, count)
-                uvloop.run(_warm_up(options, served, targets["served"], has_adapters=False))
-                return _load_in_turns(options, targets, control.vocab_size, repeat)
+                loads["served"] = _load(options, served, count, repeat)
+                _warm_up(served, loads["served"])
+                return _load_in_turns(options, loads)
 
     runs = [run(repeat) for repeat in range(1, options.repeats + 1)]
     merged = {
         kind: {span: _figures([each[kind][span] for each in runs]) for span in MIN_RATIO}
         for kind in settings
     }
-
-    def ratio(span: str) -> dict[str, Any]:
-        served, control = (
-            merged[kind][span]["tokens_per_s"]["repeats"] for kind in ("served", "control")
+    by_span = {
+        span: ratios(
+            *(merged[kind][span]["tokens_per_s"]["repeats"] for kind in ("served", "control"))
         )
-        return ratios(served, control)
-
-    by_span = {span: ratio(span) for span in MIN_RATIO}
+        for span in MIN_RATIO
+    }
     return {"adapters": count, "settings": settings, "runs": merged, "ratio": by_span}
 
 
-def register(options: argparse.Namespace, server: OwnServer, count: int) -> list[Target]:
-    """Upload adapters for a new tenant."""
-    key = server.add_tenant("zipf")
-    return server.targets(key, server.upload_copies(key, options.adapters, count))
+def _load(options: Namespace, server: OwnServer, count: int, seed: int) -> Load:
+    """Upload adapters for a new tenant, and make the load for them."""
+    return Load(
+        targets=server.adapters(TENANT, options.adapters, count),
+        at_once=options.in_flight,
+        prompt_tokens=options.input_tokens,
+        output_tokens=options.output_tokens,
+        popularity="zipf:1",
+        seed=seed << 10,
+    )
 
 
-def _half_of_pool(
-    options: argparse.Namespace, server: OwnServer, targets: Sequence[Target]
-) -> list[str]:
+def _half_of_pool(options: Namespace, server: OwnServer, targets: Sequence[Target]) -> list[str]:
     """Make the setting of a pool that holds half of the adapters beside the KV cache of what is in flight."""
     geometry = server.ready["geometry"]
-    with server.client(targets[0].key) as client:
+    with server.client(TENANT) as client:
         pages = [client.get_adapter(target.model)["pages"] for target in targets[:_SAMPLE]]
     blocks = -(-(options.input_tokens + options.output_tokens) // geometry["page_tokens"])
     needed = int(len(targets) / 2 * statistics.mean(pages))
@@ -145,23 +143,15 @@ def _half_of_pool(
     return [f"memory.gib={(needed + 1.5) * geometry['page_bytes'] / (1 << 30):.6f}"]
 
 
-def _load_in_turns(
-    options: argparse.Namespace, targets: dict[str, list[Target]], vocab_size: int, seed: int
-) -> dict[str, Spans]:
+def _load_in_turns(options: Namespace, loads: dict[str, Load]) -> dict[str, Spans]:
     """Measure cold and warm spans of both servers, which get the same requests."""
     num_turns = max(round(options.seconds / TURN_S), 1)
     turn_s = options.seconds / num_turns
-    adapters = {kind: draw_adapters("zipf:1", len(each), seed) for kind, each in targets.items()}
 
-    async def turn(kind: str, round_: int) -> dict[str, Any]:
-        replies: list[Reply] = []
-        with contextlib.closing(Generator(vocab_size, seed << 10 | round_)) as made:
-            calls = (
-                made.call(targets[kind][adapter], options.input_tokens, options.output_tokens)
-                for adapter in adapters[kind]
-            )
-            end_s = time.perf_counter() + turn_s
-            await play(calls, partial(ask, replies), at_once=options.in_flight, until_s=end_s)
+    def turn(kind: str, round_: int) -> Figures:
+        load = replace(loads[kind], seed=loads[kind].seed | round_)
+        end_s = time.perf_counter() + turn_s
+        replies = uvloop.run(load.send(until_s=end_s))
         check_replies(replies)
         return {
             "tokens_per_s": tokens_per_s(replies, end_s - turn_s, end_s),
@@ -173,47 +163,40 @@ def _load_in_turns(
             ),
         }
 
-    turns = take_turns(
-        ("served", "control"),
-        num_turns,
-        lambda kind, round_: uvloop.run(turn(kind, round_)),
-        first=1,
-    )
+    turns = take_turns(("served", "control"), num_turns, turn, first=1)
     count = min(max(round(options.span_s / turn_s), 1), num_turns)
     return {kind: {"cold": each[:count], "warm": each[-count:]} for kind, each in turns.items()}
 
 
-async def _warm_up(
-    options: argparse.Namespace,
-    server: OwnServer,
-    targets: Sequence[Target],
-    *,
-    has_adapters: bool = True,
-) -> None:
-    """Ask for the base, then for each adapter once, unless these are to stay in the store.
+def _warm_up(server: OwnServer, load: Load) -> None:
+    """Ask for the base."""
+    base = replace(load, targets=[server.target(TENANT)], count=NUM_WARM_UP, seed=0)
+    check_replies(uvloop.run(base.send()))
+
+
+def _fill_device(server: OwnServer, targets: Sequence[Target]) -> None:
+    """Ask for each adapter once.
 
     Raises:
         ManyloraError: The device has no room for all adapters.
     """
-    base = server.targets(targets[0].key, [BASE_NAME])[0]
-    replies: list[Reply] = []
-    with contextlib.closing(Generator(server.vocab_size)) as made:
-        for asked, output_tokens, at_once in (
-            ([base] * NUM_WARM_UP, options.output_tokens, options.in_flight),
-            (targets if has_adapters else [], 1, _PASS_IN_FLIGHT),
-        ):
-            calls = (made.call(each, options.input_tokens, output_tokens) for each in asked)
-            await play(calls, partial(ask, replies), at_once=at_once)
-    check_replies(replies)
+    once = Load(
+        targets=targets,
+        at_once=_PASS_IN_FLIGHT,
+        prompt_tokens=1,
+        output_tokens=1,
+        count=len(targets),
+    )
+    check_replies(uvloop.run(once.send()))
     found = sum(resident["tier"] == "device" for resident in server.admin.engine()["residents"])
-    if has_adapters and found < len(targets):
+    if found < len(targets):
         raise ManyloraError(
             f"The control needs all {len(targets)} adapters on the device, but {found} are there after a pass over "
             "them. Give it room, for example with --set memory.gib=8."
         )
 
 
-def _figures(repeats: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def _figures(repeats: Sequence[Sequence[Figures]]) -> Figures:
     """Compute what the turns of one span show, from those of each repeat."""
     turns = list(itertools.chain(*repeats))
     states = sum((turn["states"] for turn in turns), Counter[str]())
@@ -227,29 +210,15 @@ def _figures(repeats: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add_demo_options(add)
-    add("--counts", type=counts, default="5,100,2000", help="registered adapters, comma-separated")
-    add(
-        "--shape",
-        choices=("demo", "0.5b"),
-        default="demo",
-        help="0.5b: random weights, adapters of rank 8 on q and v",
-    )
-    add(
-        "--tight",
-        type=int,
-        default=100,
-        help="adapters of the arm with a pool for half of them; 0 leaves the arm out",
-    )
-    add_positive(add, in_flight=(32, ""))
-    add("--seconds", type=float, default=90.0, help="of load of each server")
-    add("--span-s", type=float, default=30.0, help="of a load's begin and of its end")
-    add_positive(add, repeats=(1, ""), input_tokens=(32, ""), output_tokens=(32, ""))
-    add(
-        "--cache",
-        type=Path,
-        default=DEFAULT_CACHE,
-        help="folder of the generated checkpoints",
-    )
+OPTIONS: Options = {
+    **DEMO,
+    "counts": ("5,100,2000", "registered adapters, comma-separated", counts),
+    "shape": ("demo", "0.5b: random weights, adapters of rank 8 on q and v", ("demo", "0.5b")),
+    "tight": (100, "adapters of the arm with a pool for half of them; 0 leaves the arm out", int),
+    "in_flight": (32, ""),
+    "seconds": (90.0, "of load of each server"),
+    "span_s": (30.0, "of a load's begin and of its end"),
+    "repeats": (1, ""),
+    "input_tokens": (32, ""),
+    "output_tokens": (32, ""),
+}

@@ -10,20 +10,21 @@ both, and how fast the batch ran. With `--set scheduler.itl_target_ms=...` the t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.generator import Target
-from manylora.benchmarks.http.serve import add_server_options, chosen_targets, make_load
-from manylora.benchmarks.metrics import Reply, summarise
-from manylora.benchmarks.report import AddOption, add_positive, goal
+from manylora.benchmarks.http.generator import Load
+from manylora.benchmarks.http.serve import SERVER, chosen_load, warm_up
+from manylora.benchmarks.metrics import summarise
+from manylora.benchmarks.report import Figures, Options, goal
 from manylora.client import Client
 from manylora.errors import ManyloraError
 
@@ -34,14 +35,15 @@ MAX_STEPS_MORE = 2
 _TARGET = "scheduler.itl_target_ms="
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """The load alone and beside a batch, sent to the server that the options describe."""
-    with chosen_targets(options) as targets, Client(targets[0].url, targets[0].key) as client:
-        load = make_load(options, len(targets))
-        alone = uvloop.run(load.send(targets, options.seed, options.warmup))
-        batch_id = start_batch(client, upload_lines(client, _bodies(options, targets)))
+    with chosen_load(options) as load, Client(load.targets[0].url, load.targets[0].key) as client:
+        if options.warmup:
+            uvloop.run(warm_up(load, options.warmup).send())
+        loads = {"alone": _figures(load)}
+        batch_id = start_batch(client, upload_lines(client, _bodies(options, load)))
         wait_for_batch(client, batch_id, "in_progress", "completed")
-        beside = uvloop.run(load.send(targets, options.seed))
+        loads["beside"] = _figures(replace(load, seed=load.seed + 1))
         done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"][
             "completed"
         ]
@@ -50,7 +52,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     seconds = max(1, ended["finalizing_at"] - ended["in_progress_at"])
     lines_per_s = counts["completed"] / seconds
     rates = {"lines_per_s": lines_per_s, "output_tokens_per_s": lines_per_s * options.line_tokens}
-    loads = {"alone": _figures(alone), "beside": _figures(beside)}
     failed = {**{name: found["errors"] for name, found in loads.items()}, "batch": counts["failed"]}
     return {
         **loads,
@@ -61,13 +62,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _bodies(options: argparse.Namespace, targets: Sequence[Target]) -> Iterator[dict[str, Any]]:
+def _bodies(options: Namespace, load: Load) -> Iterator[dict[str, Any]]:
     """Make the bodies of the lines."""
     draw = random.Random(options.seed)
-    for _, target in zip(range(options.lines), itertools.cycle(targets), strict=False):
+    for target in itertools.islice(itertools.cycle(load.targets), options.lines):
+        ids = range(5, target.vocab_size)
         yield {
             "model": target.model,
-            "prompt": [draw.randrange(5, options.vocab_size) for _ in range(options.line_prompt)],
+            "prompt": draw.choices(ids, k=options.line_prompt),
             "max_tokens": options.line_tokens,
             "ignore_eos": True,
         }
@@ -104,41 +106,36 @@ def wait_for_batch(
     return batch
 
 
-def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[dict[str, Any]]:
-    alone = loads["alone"]
-    beside = loads["beside"]
+def _goals(loads: dict[str, Figures], settings: Sequence[str]) -> list[Figures]:
+    alone, beside = loads.values()
     later = (beside["ttft_p95_ms"] - alone["ttft_p95_ms"]) / alone["tpot_p50_ms"]
-    targets_ms = [
-        float(setting.removeprefix(_TARGET)) for setting in settings if setting.startswith(_TARGET)
-    ]
-    return [
-        goal("TTFT p95 beside the batch, steps more than alone", later, MAX_STEPS_MORE),
-        *(
-            goal("time per token p95, ms", beside["tpot_p95_ms"], target_ms)
-            for target_ms in targets_ms
-        ),
-    ]
+    goals = [goal("TTFT p95 beside the batch, steps more than alone", later, MAX_STEPS_MORE)]
+    for setting in settings:
+        if setting.startswith(_TARGET):
+            target_ms = float(setting.removeprefix(_TARGET))
+            goals.append(goal("time per token p95, ms", beside["tpot_p95_ms"], target_ms))
+    return goals
 
 
-def _figures(replies: Sequence[Reply]) -> dict[str, float]:
+def _figures(load: Load) -> Figures:
+    """Send the load; returns its times."""
+    replies = uvloop.run(load.send())
     found = summarise(replies)
     if found["errors"] == len(replies):
         raise ManyloraError(f"no interactive request succeeded: {replies[0].error}")
-    times = {
+    return {"errors": found["errors"]} | {
         f"{kind}_{at}_ms": found[f"{kind}_ms"][at]
         for kind in ("ttft", "tpot")
         for at in ("p50", "p95")
     }
-    return {"errors": found["errors"], **times}
 
 
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add_server_options(add, requests=200, concurrency=8)
-    add("--warmup", type=int, default=16, help="requests sent before, not measured")
-    add_positive(
-        add,
-        lines=(1000, "requests of the batch"),
-        line_prompt=(64, "prompt tokens of a line"),
-        line_tokens=(64, "output tokens of a line"),
-    )
+OPTIONS: Options = {
+    **SERVER,
+    "requests": (200, ""),
+    "concurrency": (8, "requests in flight (closed loop)"),
+    "warmup": (16, "requests sent before, not measured", int),
+    "lines": (1000, "requests of the batch"),
+    "line_prompt": (64, "prompt tokens of a line"),
+    "line_tokens": (64, "output tokens of a line"),
+}

@@ -10,64 +10,60 @@ arguments make no sense.
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from argparse import Namespace
+from dataclasses import replace
 
 import uvloop
 
-from manylora.benchmarks.http.generator import Target
-from manylora.benchmarks.http.serve import add_server_options, chosen_targets, make_load
+from manylora.benchmarks.http.generator import Load, Target
+from manylora.benchmarks.http.serve import SERVER, chosen_load
 from manylora.benchmarks.metrics import summarise
-from manylora.benchmarks.report import AddOption, add_positive, ratios, spreads, take_turns
+from manylora.benchmarks.report import Figures, Options, ratios, spreads, take_turns
 from manylora.errors import ConfigError, ManyloraError
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """Send the load to both in turns.
 
     Raises:
         ConfigError: The options contradict each other.
         ManyloraError: A request of the round that is not counted failed.
     """
-    with chosen_targets(options) as targets:
-        contenders = make_contenders(options, targets)
-        load = make_load(options, len(targets))
+    with chosen_load(options) as ours:
+        loads = {"Manylora": ours, options.peer_name: for_peer(options, ours)}
 
-        def run(name: str, round_: int) -> dict[str, Any]:
+        def run(name: str, round_: int) -> Figures:
             # Other prompts in each round: a repeated one measures prefix caches.
-            replies = uvloop.run(load.send(contenders[name], options.seed + round_))
+            replies = uvloop.run(replace(loads[name], seed=options.seed + round_).send())
             failed = next((reply.error for reply in replies if reply.error), None)
             if not round_ and failed:
                 raise ManyloraError(f"{name} does not answer as asked: {failed}")
             return summarise(replies)
 
-        return make_result(take_turns(contenders, options.repeats, run))
+        return make_result(take_turns(loads, options.repeats, run))
 
 
-def make_contenders(options: argparse.Namespace, ours: list[Target]) -> dict[str, list[Target]]:
-    """Name the targets of Manylora and of its peer.
+def for_peer(options: Namespace, ours: Load) -> Load:
+    """The same load for the peer.
 
     Raises:
-        ConfigError: Their models are not equally many, or both have one name.
+        ConfigError: Its models are not as many as Manylora's, or both have one name.
     """
-    theirs = [
-        Target(options.peer, options.peer_key, name)
-        for name in options.peer_models.split(",")
-        if name
-    ]
-    if len(ours) != len(theirs):
-        names = ", ".join(target.model for target in ours)
+    theirs = [name for name in options.peer_models.split(",") if name]
+    if len(ours.targets) != len(theirs):
+        names = ", ".join(target.model for target in ours.targets)
         raise ConfigError(
-            f"--peer-models names {len(theirs)} models, Manylora has {len(ours)} ({names}): name as many, in the same "
-            "order",
+            f"--peer-models names {len(theirs)} models, Manylora has {len(ours.targets)} ({names}): name as many, in "
+            "the same order",
             param="peer_models",
         )
     if options.peer_name == "Manylora":
         raise ConfigError("--peer-name must not be Manylora", param="peer_name")
-    return {"Manylora": ours, options.peer_name: theirs}
+    peer = Target(options.peer, options.peer_key, "", ours.targets[0].vocab_size)
+    return replace(ours, targets=[replace(peer, model=name) for name in theirs])
 
 
-def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def make_result(runs: dict[str, list[Figures]]) -> Figures:
     """Spreads of each, and ratios of Manylora over the peer within rounds."""
     figures = spreads({name: [_compared(run) for run in each] for name, each in runs.items()})
     ours, theirs = figures.values()
@@ -90,7 +86,7 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _compared(summary: dict[str, Any]) -> dict[str, float]:
+def _compared(summary: Figures) -> dict[str, float]:
     """Pick what is compared from a summary of a run."""
     return {
         "output tokens/s": summary["output_tokens_per_s"],
@@ -99,16 +95,12 @@ def _compared(summary: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add("--peer", required=True, help="base URL with /v1 of the other server")
-    add(
-        "--peer-models",
-        required=True,
-        help="its names for the same models, comma-separated, the base first",
-    )
-    add("--peer-key", default="", help="its API key")
-    add("--peer-name", default="peer", help="what to call it")
-    add("--peer-about", default="", help="its version and how it was started, for the result")
-    add_positive(add, repeats=(3, "rounds that count"))
-    add_server_options(add)
+OPTIONS: Options = {
+    "peer": (..., "base URL with /v1 of the other server"),
+    "peer_models": (..., "its names for the same models, comma-separated, the base first"),
+    "peer_key": ("", "its API key"),
+    "peer_name": ("peer", "what to call it"),
+    "peer_about": ("", "its version and how it was started, for the result"),
+    "repeats": (3, "rounds that count"),
+    **SERVER,
+}

@@ -21,32 +21,25 @@ an engine step then. Prints tables and, last, one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import uvloop
 
-from manylora.benchmarks.http.flood import Streams, flood
-from manylora.benchmarks.http.generator import Call, Generator, Target, check_replies
-from manylora.benchmarks.http.own_server import (
-    BASE_NAME,
-    OwnServer,
-    add_demo_options,
-    many_servers,
-    plain_server,
-)
-from manylora.benchmarks.http.runner import play, watch_delay
+from manylora.benchmarks.http.flood import flood
+from manylora.benchmarks.http.generator import Call, Generator, Load, Target, check_replies
+from manylora.benchmarks.http.own_server import DEMO, OwnServer, cluster, plain_server
+from manylora.benchmarks.http.runner import watch_delay
 from manylora.benchmarks.metrics import Reply, distribution, percentile, tokens_per_s
-from manylora.benchmarks.report import AddOption, add_positive, goal, spread, take_turns
+from manylora.benchmarks.report import Figures, Options, goal, spread, take_turns
 
 WEIGHTS = {"heavy": 3, "light": 1}
 MAX_RATIO = 3.0
@@ -68,9 +61,9 @@ _OTHERS = 1 << 16
 
 @dataclass(slots=True)
 class Arm:
-    """The flooding streams and the quiet requests of one arm, and what all repeats found."""
+    """The flooding loads and the quiet requests of one arm, and what all repeats found."""
 
-    groups: Sequence[Streams]
+    loads: Sequence[Load]
     quiet: Target | None
     """Target of the quiet requests, if there are any."""
     replies: list[Reply] = field(default_factory=list)
@@ -80,81 +73,78 @@ class Arm:
     steps_s: list[float] = field(default_factory=list)
     """Mean seconds of a step in each span without the quiet requests."""
     rates: list[dict[str, list[float]]] = field(default_factory=list)
-    """Tokens/s of each group in each repeat, with the quiet requests and without."""
+    """Tokens/s of each load in each repeat, with the quiet requests and without."""
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """Run all arms on a server that is started for them."""
-    many = options.replicas
-    with (
-        many_servers(options.model, options.set, many)
-        if many
-        else plain_server(options.model, options.set) as server
-    ):
-        arms = make_arms(options, server)
-        warm_up = Arm(arms["all"].groups, arms["all"].quiet)
+    with ExitStack() as stack:
+        if options.replicas:
+            servers = cluster(options.model, options.set, options.replicas, divides_cores=True)
+            _, (server, other) = stack.enter_context(servers)
+        else:
+            server = other = stack.enter_context(plain_server(options.model, options.set))
+        arms = make_arms(options, server, f"{other.admin.url}/v1")
+        warm_up = Arm(arms["all"].loads, arms["all"].quiet)
         carry_out(options, server, warm_up, repeat=0)
         take_turns(
             arms,
             options.repeats,
             lambda name, repeat: carry_out(options, server, arms[name], repeat),
-            1,
+            first=1,
         )
     return make_result(arms)
 
 
-def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
-    """Make the tenants and adapters of all arms."""
-    keys = {name: server.add_tenant(name) for name in ("flood", "quiet", *WEIGHTS)}
-    for tenant, weight in WEIGHTS.items():
-        server.admin.update_tenant(tenant, weight=weight)
+def make_arms(options: Namespace, server: OwnServer, quiet_url: str) -> dict[str, Arm]:
+    """Make the tenants and adapters of all arms; quiet requests go to a URL of their own."""
     seeds = itertools.count(1)
 
     def adapters(tenant: str, count: int, first: int = 0) -> list[Target]:
-        names = server.upload_copies(keys[tenant], options.adapters, count, first)
-        return server.targets(keys[tenant], names)
+        return server.adapters(tenant, options.adapters, count, first)
 
-    def streams(targets: list[Target], count: int = options.streams) -> Streams:
-        return Streams(
+    def streams(targets: list[Target], count: int = options.streams) -> Load:
+        return Load(
             targets=targets,
-            count=count,
+            at_once=count,
             prompt_tokens=options.prompt_tokens,
             output_tokens=options.flood_tokens,
-            vocab_size=server.vocab_size,
             seed=next(seeds),
         )
 
     few = adapters("flood", 5)
-    base = server.targets(keys["flood"], [BASE_NAME])
-    quiet = adapters("quiet", 1, _OTHERS)[0]
-    same = adapters("flood", 1, _OTHERS + 1)[0]
+    quiet, same = (
+        replace(adapters(tenant, 1, number)[0], url=quiet_url)
+        for tenant, number in (("quiet", _OTHERS), ("flood", _OTHERS + 1))
+    )
+    weighted = [streams(adapters(name, 1), options.streams // 2) for name in WEIGHTS]
+    for tenant, weight in WEIGHTS.items():
+        server.admin.update_tenant(tenant, weight=weight)
     return {
         "alone": Arm([], quiet),
         "one": Arm([streams(few[:1])], quiet),
-        "all": Arm([streams(base + few)], quiet),
+        "all": Arm([streams([server.target("flood"), *few])], quiet),
         "hundred": Arm([streams(adapters("flood", options.many, 5))], quiet),
         "same": Arm([streams(few[:1])], same),
-        "weights": Arm(
-            [streams(adapters(name, 1), options.streams // 2) for name in WEIGHTS], None
-        ),
+        "weights": Arm(weighted, None),
     }
 
 
-def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int) -> None:
+def carry_out(options: Namespace, server: OwnServer, arm: Arm, repeat: int) -> None:
     """Run one arm once; spans with and without the quiet requests take turns.
 
     The speed of a shared machine drifts by more in a minute than what a quiet tenant takes, and the flood's streams
     begin and end in waves of some seconds: short turns even both out.
     """
     spans: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
-    with flood(arm.groups) as flooded:
-        time.sleep(min(RAMP_S, options.seconds) if arm.groups else 0)
+    with flood(arm.loads) as flooded:
+        time.sleep(min(RAMP_S, options.seconds) if arm.loads else 0)
         for turn in range(2 * TURNS):
             name = ("with", "without")[(turn + turn // 2 + repeat) % 2]  # a b b a
             start_s = time.perf_counter()
             if arm.quiet and name == "with":
-                uvloop.run(_ask_quietly(options, server, arm, arm.quiet))
-            elif arm.groups:
+                uvloop.run(_ask_quietly(options, arm, arm.quiet))
+            elif arm.loads:
                 arm.steps_s.append(_watch_steps(options, server))
             spans[name].append((start_s, time.perf_counter()))
     server.wait_idle()
@@ -163,57 +153,51 @@ def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: 
         arm.rates.append(
             {
                 name: [
-                    statistics.mean(tokens_per_s(group, *span) for span in each)
-                    for group in flooded
+                    statistics.mean(tokens_per_s(replies, *span) for span in each)
+                    for replies in flooded
                 ]
                 for name, each in spans.items()
             }
         )
 
 
-def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
+def _watch_steps(options: Namespace, server: OwnServer) -> float:
     """Time the steps of an engine while nothing but the flood is there; in seconds per step."""
 
-    def num_steps() -> int:
-        return sum(int(engine["num_steps"]) for engine in server.engines())
+    def num_steps() -> float:
+        return statistics.mean(engine["num_steps"] for engine in server.engines())
 
     first = num_steps()
     start_s = time.perf_counter()
     time.sleep(options.seconds / TURNS)
-    steps: float = (num_steps() - first) / max(1, options.replicas)
+    steps = num_steps() - first
     return (time.perf_counter() - start_s) / max(1, steps)
 
 
-async def _ask_quietly(
-    options: argparse.Namespace, server: OwnServer, arm: Arm, quiet: Target
-) -> None:
+async def _ask_quietly(options: Namespace, arm: Arm, quiet: Target) -> None:
     """Send one request at a time until the time is over; the first one, which connects, does not count."""
     watch = asyncio.create_task(watch_delay(arm.delays_s))
     draw = random.Random(f"{options.seed}/{len(arm.replies)}")
-    target = Target(server.other_url or quiet.url, quiet.key, quiet.model)
-
-    async def send(call: Call, _due_s: float) -> None:
-        await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
-        await call.send(arm.replies, time.perf_counter())
-
-    def calls(made: Generator) -> Iterator[Call]:
-        while True:
-            yield made.call(target, options.prompt_tokens, options.quiet_tokens)
-
     # A prompt that was seen before would measure the prefix cache.
-    with contextlib.closing(Generator(server.vocab_size, time.perf_counter_ns())) as made:
-        check_replies([await next(calls(made)).send([], 0.0)])
+    with Generator(time.perf_counter_ns()) as made:
+
+        def call() -> Call:
+            return made.call(quiet, options.prompt_tokens, options.quiet_tokens)
+
+        check_replies([await call().send([], 0.0)])
         end_s = time.perf_counter() + options.seconds / TURNS
-        await play(calls(made), send, at_once=1, until_s=end_s)
+        while time.perf_counter() < end_s:
+            await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
+            await call().send(arm.replies, time.perf_counter())
     watch.cancel()
 
 
-def make_result(arms: dict[str, Arm]) -> dict[str, Any]:
+def make_result(arms: dict[str, Arm]) -> Figures:
     """Compute quiet times by arm and as multiples of those of `alone`, the rates of the flood, and the goals."""
     figures = {name: arm_figures(arm) for name, arm in arms.items()}
     alone_ms = figures["alone"]["ttft_ms"]["p95"]
-    table: list[dict[str, Any]] = []
-    goals: list[dict[str, Any]] = []
+    table: list[Figures] = []
+    goals: list[Figures] = []
     for name, found in figures.items():
         p95_ms = found["ttft_ms"]["p95"]
         kept = found["kept"] and found["kept"]["median"]
@@ -245,12 +229,12 @@ def make_result(arms: dict[str, Arm]) -> dict[str, Any]:
     return {"arms": figures, "table": table, "goals": goals}
 
 
-def arm_figures(arm: Arm) -> dict[str, Any]:
+def arm_figures(arm: Arm) -> Figures:
     """Compute the figures of an arm over all repeats."""
     ttft_ms = [1e3 * reply.ttft_s for reply in arm.replies if reply.token_times_s]
-    rates = [
-        statistics.mean(each) for each in zip(*(rates["with"] for rates in arm.rates), strict=True)
-    ]
+    repeats = zip(*(rates["with"] for rates in arm.rates), strict=True)
+    rates = [statistics.mean(each) for each in repeats]
+    kept = [sum(each["with"]) / sum(each["without"]) for each in arm.rates]
     return {
         "requests": len(ttft_ms),
         "ttft_ms": {
@@ -263,31 +247,19 @@ def arm_figures(arm: Arm) -> dict[str, Any]:
         "flood_step_ms": 1e3 * statistics.mean(arm.steps_s or [math.nan]),
         "rates": rates,
         "tokens_per_s": sum(rates),
-        "kept": spread([sum(each["with"]) / sum(each["without"]) for each in arm.rates])
-        if arm.rates
-        else None,
+        "kept": spread(kept) if kept else None,
     }
 
 
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add_demo_options(add)
-    add(
-        "--seconds", type=float, default=20.0, help="of an arm with the quiet requests, and without"
-    )
-    add_positive(add, repeats=(3, ""))
-    add(
-        "--replicas",
-        type=int,
-        default=0,
-        help="behind two gateways; 0 is one server that serves by itself",
-    )
-    add_positive(
-        add,
-        streams=(200, "that the flood keeps open"),
-        many=(100, "adapters of the flood in the arm that is called hundred"),
-        flood_tokens=(400, "output tokens of a stream of the flood"),
-        quiet_tokens=(16, "output tokens of a quiet request"),
-        prompt_tokens=(32, ""),
-    )
-    add("--pause-ms", type=float, default=100.0, help="mean pause between quiet requests")
+OPTIONS: Options = {
+    **DEMO,
+    "seconds": (20.0, "of an arm with the quiet requests, and without"),
+    "repeats": (3, ""),
+    "replicas": (0, "behind two gateways; 0 is one server that serves by itself", int),
+    "streams": (200, "that the flood keeps open"),
+    "many": (100, "adapters of the flood in the arm that is called hundred"),
+    "flood_tokens": (400, "output tokens of a stream of the flood"),
+    "quiet_tokens": (16, "output tokens of a quiet request"),
+    "prompt_tokens": (32, ""),
+    "pause_ms": (100.0, "mean pause between quiet requests"),
+}

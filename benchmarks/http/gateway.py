@@ -10,29 +10,28 @@ the other. CPU time is that of whole processes, without the replicas' engines. P
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
 
 import uvloop
 
 from manylora import demo
 from manylora.benchmarks.http.generator import Load, Target, check_replies
-from manylora.benchmarks.http.own_server import BASE_NAME, TENANT, OwnServer, cluster
-from manylora.benchmarks.http.processes import Usage, usage
+from manylora.benchmarks.http.own_server import TENANT, OwnServer, cluster
+from manylora.benchmarks.http.processes import usage
 from manylora.benchmarks.http.stepped_server import STEP_S
 from manylora.benchmarks.metrics import Reply, percentile, summarise, tokens_per_s
 from manylora.benchmarks.report import (
-    AddOption,
-    add_positive,
+    Figures,
+    Options,
     goal,
     ratios,
     spread_rows,
     spreads,
     take_turns,
 )
-from manylora.benchmarks.workloads import TimedRequest
 
 STEPPED = "manylora.benchmarks.http.stepped_server"
 PROMPT_TOKENS = 8
@@ -43,26 +42,28 @@ NUM_ALONE = 200
 Servers = Sequence[OwnServer]
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """The cost, in turns."""
     with stepped_cluster() as (replicas, gateways):
-        key = gateways[0].add_tenant(TENANT)
-        idle_mib = _own_usage(gateways[0]).mib
+        gateway = gateways[0]
+        base = gateway.target(TENANT)
+        idle_mib = usage(gateway.pid, has_children=False).mib
+        asked = {"direct": replicas, "gateway": [gateway]}
 
         def run(name: str, _: int) -> dict[str, float]:
-            return cost(
-                replicas if name == "direct" else gateways[:1], gateways[:1], replicas, key, options
-            )
+            return cost(targets(asked[name], base), gateway, replicas, options)
 
-        runs = take_turns(("direct", "gateway"), options.repeats, run)
-        turns = [replicas[0], gateways[0], replicas[1], gateways[0]]
-        alone = uvloop.run(load(turns, key, 4 * NUM_ALONE, 1))
+        runs = take_turns(asked, options.repeats, run)
+        turns = targets([replicas[0], gateway, replicas[1], gateway], base)
+        alone = uvloop.run(load(turns, 4 * NUM_ALONE, 1))
     check_replies(alone)
     direct_ms, through_ms = (
         percentile([1e3 * each.ttft_s for each in alone[at::2]], 50) for at in (0, 1)
     )
     found = spreads(runs)
-    speed = ratios(*([run["tokens_per_s"] for run in runs[name]] for name in ("gateway", "direct")))
+    speed = ratios(*(found[name]["tokens_per_s"]["repeats"] for name in ("gateway", "direct")))
+    more_ms = through_ms - direct_ms
+    cpu_us = found["gateway"]["gateway_cpu_us"]["median"]
     return {
         "paths": found,
         "gateway_idle_mib": idle_mib,
@@ -70,16 +71,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "ratios": {"tokens/s, gateway / direct": speed},
         "table": spread_rows(found),
         "goals": [
-            goal(
-                "CPU of the gateway, us per token",
-                found["gateway"]["gateway_cpu_us"]["median"],
-                60.0,
-            ),
-            goal(
-                "TTFT p50 of one request at a time, ms more than direct",
-                through_ms - direct_ms,
-                1.0,
-            ),
+            goal("CPU of the gateway, us per token", cpu_us, 60.0),
+            goal("TTFT p50 of one request at a time, ms more than direct", more_ms, 1.0),
             goal("tokens/s, of direct", speed["median"], 0.95, is_least=True),
         ],
     }
@@ -90,28 +83,36 @@ def stepped_cluster() -> AbstractContextManager[tuple[Servers, Servers]]:
     return cluster(demo.MODEL, ("memory.gib=0.0625", "model.threads=1"), 2, STEPPED)
 
 
-async def load(servers: Servers, key: str, count: int, num_tokens: int) -> list[Reply]:
-    """Ask the servers in turn: for one token one request at a time, for more in streams side by side."""
-    plan = [
-        TimedRequest(number * ARRIVE_S / count, number % len(servers), PROMPT_TOKENS, num_tokens)
-        for number in range(count)
-    ]
-    in_flight = 1 if num_tokens == 1 else None
-    targets = [Target(server.url, key, BASE_NAME) for server in servers]
-    return await Load(plan, in_flight=in_flight).send(targets)
+def targets(servers: Servers, base: Target) -> list[Target]:
+    """The base at each of these servers of a cluster, with one key."""
+    return [replace(base, url=f"{server.admin.url}/v1") for server in servers]
+
+
+async def load(targets: Sequence[Target], count: int, num_tokens: int) -> list[Reply]:
+    """Ask in turn: for one token one request at a time, for more in streams side by side."""
+    is_alone = num_tokens == 1
+    asked = Load(
+        targets=targets,
+        at_once=1 if is_alone else count,
+        prompt_tokens=PROMPT_TOKENS,
+        output_tokens=num_tokens,
+        count=count,
+        arrivals_s=None if is_alone else [at * ARRIVE_S / count for at in range(count)],
+    )
+    return await asked.send()
 
 
 def cost(
-    asked: Servers, gateways: Servers, replicas: Servers, key: str, options: argparse.Namespace
+    asked: Sequence[Target], gateway: OwnServer, replicas: Servers, options: Namespace
 ) -> dict[str, float]:
     """Measure one run.
 
     Raises:
         ManyloraError: A request failed.
     """
-    before = cpu_s(gateways), cpu_s(replicas)
-    replies = uvloop.run(load(asked, key, options.streams, options.tokens))
-    after = cpu_s(gateways), cpu_s(replicas)
+    before = cpu_s([gateway]), cpu_s(replicas)
+    replies = uvloop.run(load(asked, options.streams, options.tokens))
+    after = cpu_s([gateway]), cpu_s(replicas)
     check_replies(replies)
     num_tokens = options.streams * options.tokens
     start_s = replies[0].due_s
@@ -127,24 +128,17 @@ def cost(
         "tokens_per_s": tokens_per_s(replies, start_s + ARRIVE_S, end_s),
         "gateway_cpu_us": gateway_us,
         "replicas_cpu_us": replicas_us,
-        "gateway_mib": _own_usage(gateways[0]).mib,
+        "gateway_mib": usage(gateway.pid, has_children=False).mib,
     }
 
 
 def cpu_s(servers: Servers) -> float:
     """CPU seconds that the servers' own processes have taken."""
-    return sum(_own_usage(server).cpu_s for server in servers)
+    return sum(usage(server.pid, has_children=False).cpu_s for server in servers)
 
 
-def _own_usage(server: OwnServer) -> Usage:
-    return usage(server.pid, has_children=False)
-
-
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add_positive(
-        add,
-        streams=(64, "at once"),
-        tokens=(900, "of each stream; 100 come in a second"),
-        repeats=(3, ""),
-    )
+OPTIONS: Options = {
+    "streams": (64, "at once"),
+    "tokens": (900, "of each stream; 100 come in a second"),
+    "repeats": (3, ""),
+}

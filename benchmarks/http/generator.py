@@ -6,20 +6,20 @@ Every answer is checked for its end, its usage and its token counts; a wrong one
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
+import math
 import random
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import orjson
 
 from manylora.benchmarks.http.http_stream import EventClient, HttpStatusError
-from manylora.benchmarks.http.runner import play
+from manylora.benchmarks.http.runner import play, sleep_until
 from manylora.benchmarks.metrics import Reply
-from manylora.benchmarks.workloads import TimedRequest
+from manylora.benchmarks.workloads import draw_adapters
 from manylora.errors import ManyloraError
 
 TIMEOUT_S = 600.0
@@ -38,6 +38,8 @@ class Target:
     """With /v1."""
     key: str
     model: str
+    vocab_size: int = 512
+    """Prompt ids are drawn below this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,6 @@ class Call:
         """
         reply = Reply(self.model, due_s, sent_s=time.perf_counter())
         replies.append(reply)
-        answer = _Answer(reply)
 
         def note_head(status: int, headers: dict[bytes, bytes]) -> None:
             reply.status = status
@@ -74,8 +75,8 @@ class Call:
 
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self.client.post(self.path, self.body, answer.take, note_head)
-            reply.error = reply.error or answer.fault(self)
+                await self.client.post(self.path, self.body, partial(_take, reply), note_head)
+            reply.error = reply.error or self._fault(reply)
         except TimeoutError:
             reply.error = f"no answer within {TIMEOUT_S:g} s"
         except (HttpStatusError, OSError, ValueError) as error:
@@ -84,25 +85,57 @@ class Call:
             reply.done_s = time.perf_counter()
         return reply
 
+    def _fault(self, reply: Reply) -> str | None:
+        """Say what is wrong with a finished answer."""
+        if not reply.is_whole or reply.finish_reason is None:
+            return "the stream ended without finish_reason and [DONE]"
+        if not reply.prompt_tokens:
+            return "no usage came, although stream_options asked for it"
+        for asked, counted, name in (
+            (self.output_tokens, reply.completion_tokens, "tokens came"),
+            (self.prompt_tokens, reply.prompt_tokens, "prompt tokens came"),
+        ):
+            if asked is not None and counted != asked:
+                return f"usage says {counted} {name}, {asked} were asked for"
+        return None
+
+
+def _take(reply: Reply, data: bytes) -> None:
+    """Read an event of the stream."""
+    now_s = time.perf_counter()
+    if data == b"[DONE]":
+        reply.is_whole = True
+        return
+    event = orjson.loads(data)
+    if "error" in event:
+        reply.error = f"error event: {event['error']}"
+        return
+    for choice in event.get("choices", ()):
+        reply.token_times_s.append(now_s)
+        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+    if usage := event.get("usage"):
+        reply.prompt_tokens = int(usage["prompt_tokens"])
+        reply.completion_tokens = int(usage["completion_tokens"])
+
 
 class Generator:
-    """Makes requests, and keeps the connections on which they are sent until it is closed.
+    """Makes requests, and keeps the connections on which they are sent until its block is left.
 
     Args:
-        vocab_size: Prompt ids are drawn below this.
         seed: Determines all prompts, by the order in which they are made.
     """
 
-    def __init__(self, vocab_size: int = 512, seed: int = 0) -> None:
-        self._ids = range(min(_LOWEST_PROMPT_ID, vocab_size - 1), vocab_size)
+    def __init__(self, seed: int = 0) -> None:
         self._draw = random.Random(seed)
         self._clients: dict[tuple[str, str], EventClient] = {}
 
     def call(self, target: Target, prompt_tokens: int, output_tokens: int) -> Call:
         """Make a streamed request for exactly this many tokens, with a prompt of its own."""
+        last = target.vocab_size - 1
+        ids = range(min(_LOWEST_PROMPT_ID, last), last + 1)
         body = {
             "model": target.model,
-            "prompt": self._draw.choices(self._ids, k=prompt_tokens),
+            "prompt": self._draw.choices(ids, k=prompt_tokens),
             "max_tokens": output_tokens,
             "temperature": 0,
             "stream": True,
@@ -119,60 +152,76 @@ class Generator:
             self._clients[at] = EventClient(*at)
         return self._clients[at]
 
-    def close(self) -> None:
-        """Close the idle connections."""
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for client in self._clients.values():
             client.close()
 
 
-async def ask(replies: list[Reply], call: Call, due_s: float) -> None:
-    """Send a request, and pause after a refusal."""
-    if (await call.send(replies, due_s)).is_refused:
-        await asyncio.sleep(REFUSED_PAUSE_S)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests in order of arrival."""
+    """Requests of a number of clients: whom they ask, for texts of which length, and when."""
 
-    plan: Sequence[TimedRequest]
-    """`adapter` is the index of a target."""
-    vocab_size: int = 512
-    in_flight: int | None = None
-    """Requests in flight in a closed loop; None is an open loop."""
+    targets: Sequence[Target]
+    at_once: int
+    """Clients, each with one request in flight at a time."""
+    prompt_tokens: int | range = 0
+    """Lengths in tokens; from a range they are drawn."""
+    output_tokens: int | range = 0
+    popularity: str | None = None
+    """Draws targets, as `draw_adapters`; None asks them in turn."""
+    count: int | None = None
+    """Requests in all; None has no end."""
+    arrivals_s: Sequence[float] | None = None
+    """Seconds after the start at which requests are due; None sends one as soon as a client is free."""
+    every_s: float = 0.0
+    """Least time between the begins of two requests of one client."""
+    seed: int = 0
+
+    def calls(self, made: Generator) -> Iterator[Call]:
+        """Make the requests."""
+        draw = random.Random(self.seed)
+        num_targets = len(self.targets)
+        chosen = (
+            itertools.cycle(range(num_targets))
+            if self.popularity is None
+            else draw_adapters(self.popularity, num_targets, self.seed)
+        )
+        for index in itertools.islice(chosen, self.count):
+            lengths = (
+                draw.choice(each) if isinstance(each, range) else each
+                for each in (self.prompt_tokens, self.output_tokens)
+            )
+            yield made.call(self.targets[index], *lengths)
 
     async def send(
-        self, targets: Sequence[Target], seed: int = 0, num_warm_up: int = 0
+        self, replies: list[Reply] | None = None, until_s: float = math.inf
     ) -> list[Reply]:
-        """Send all requests and wait for all answers.
+        """Send the requests and wait for all answers.
 
         Args:
-            targets: Whom to ask.
-            seed: Determines the prompts.
-            num_warm_up: Requests sent before, all due at once, for each target at least one; 0 sends none.
+            replies: Get each reply from the moment when its request is sent.
+            until_s: No request is begun from this time of `time.perf_counter` on.
         """
-        each = list({request.adapter: request for request in self.plan}.values())
-        warm_up = [*each, *self.plan][: max(num_warm_up, len(each))] if num_warm_up else []
-        with contextlib.closing(Generator(self.vocab_size, seed)) as made:
-            await self._send(made, targets, [replace(request, arrival_s=0) for request in warm_up])
-            return await self._send(made, targets, self.plan)
+        sent = [] if replies is None else replies
 
-    async def _send(
-        self, made: Generator, targets: Sequence[Target], plan: Sequence[TimedRequest]
-    ) -> list[Reply]:
-        replies: list[Reply] = []
-        calls = [
-            made.call(targets[each.adapter], each.prompt_tokens, each.output_tokens)
-            for each in plan
-        ]
-        is_open = self.in_flight is None
-        await play(
-            calls,
-            partial(ask, replies),
-            at_once=len(calls) if self.in_flight is None else self.in_flight,
-            arrivals_s=[each.arrival_s for each in plan] if is_open else None,
-        )
-        return replies
+        async def ask(call: Call, due_s: float) -> None:
+            if (await call.send(sent, due_s)).is_refused:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+            await sleep_until(due_s + self.every_s)
+
+        with Generator(self.seed) as made:
+            calls = self.calls(made)
+            await play(
+                calls if self.count is None else list(calls),
+                ask,
+                at_once=self.at_once,
+                arrivals_s=self.arrivals_s,
+                until_s=until_s,
+            )
+        return sent
 
 
 def check_replies(replies: Iterable[Reply]) -> None:
@@ -181,47 +230,6 @@ def check_replies(replies: Iterable[Reply]) -> None:
     Raises:
         ManyloraError: One failed.
     """
-    if failed := next(
-        (reply.error for reply in replies if reply.error and not reply.is_refused), None
-    ):
-        raise ManyloraError(f"A request failed: {failed}")
-
-
-class _Answer:
-    """Reads the events of one stream."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-        self._usage: dict[str, Any] | None = None
-        self._finish_reason: str | None = None
-        self._is_done = False
-
-    def take(self, data: bytes) -> None:
-        now = time.perf_counter()
-        if data == b"[DONE]":
-            self._is_done = True
-            return
-        event = orjson.loads(data)
-        if "error" in event:
-            self._reply.error = f"error event: {event['error']}"
-            return
-        self._usage = event.get("usage") or self._usage
-        for choice in event.get("choices", ()):
-            self._reply.token_times_s.append(now)
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
-
-    def fault(self, call: Call) -> str | None:
-        """Say what is wrong with the finished answer."""
-        if not self._is_done or self._finish_reason is None:
-            return "the stream ended without finish_reason and [DONE]"
-        if self._usage is None:
-            return "no usage came, although stream_options asked for it"
-        self._reply.prompt_tokens = int(self._usage["prompt_tokens"])
-        self._reply.completion_tokens = int(self._usage["completion_tokens"])
-        for asked, counted, name in (
-            (call.output_tokens, self._reply.completion_tokens, "tokens came"),
-            (call.prompt_tokens, self._reply.prompt_tokens, "prompt tokens came"),
-        ):
-            if asked is not None and counted != asked:
-                return f"usage says {counted} {name}, {asked} were asked for"
-        return None
+    for reply in replies:
+        if reply.error and not reply.is_refused:
+            raise ManyloraError(f"A request failed: {reply.error}")

@@ -18,7 +18,6 @@ server fills up, does not count. Prints tables and, last, one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -27,19 +26,18 @@ import random
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.generator import Call, Generator, Target, ask, check_replies
-from manylora.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
+from manylora.benchmarks.http.generator import Call, Generator, Load, Target, check_replies
+from manylora.benchmarks.http.own_server import DEMO, OwnServer, plain_server
 from manylora.benchmarks.http.runner import play, sleep_until, watch_delay
 from manylora.benchmarks.metrics import Reply, distribution, tokens_per_s
-from manylora.benchmarks.report import AddOption, add_positive, goal
+from manylora.benchmarks.report import Figures, Options, goal
 from manylora.benchmarks.workloads import poisson_arrivals
 
 SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -81,22 +79,21 @@ class Phase:
     """Seconds from the last arrival; NaN: not within the time given."""
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """Measure the capacity, then send each multiple of it."""
     with plain_server(options.model, options.set) as server:
         return uvloop.run(_measure(options, server))
 
 
-async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
-    with contextlib.ExitStack() as stack:
-        calls = {}
-        for place, name in enumerate((*SHARES, QUIET)):
-            key = server.add_tenant(name)
-            names = server.upload_copies(key, options.adapters, 1, first=place)
-            made = Generator(server.vocab_size, seed=len(SHARES) * options.seed + place)
-            stack.enter_context(contextlib.closing(made))
-            calls[name] = vary_lengths(made, server.targets(key, names)[0], options, place)
-        capacity, busy_s = await measure_capacity(options, calls)
+async def _measure(options: Namespace, server: OwnServer) -> Figures:
+    targets = {
+        name: server.adapters(name, options.adapters, 1, first=place)
+        for place, name in enumerate((*SHARES, QUIET))
+    }
+    with Generator(options.seed) as made:
+        loads = {name: vary_lengths(options, each, 1) for name, each in targets.items()}
+        calls = {name: each.calls(made) for name, each in loads.items()}
+        capacity, busy_s = await measure_capacity(options, targets)
         print(
             f"capacity {capacity:.1f} requests/s, quiet TTFT beside it {1e3 * busy_s:.1f} ms",
             file=sys.stderr,
@@ -116,36 +113,36 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
     }
 
 
-def vary_lengths(
-    made: Generator, target: Target, options: argparse.Namespace, seed: int
-) -> Iterator[Call]:
-    """Make endless requests with answers of a half to three halves of --output-tokens."""
-    draw = random.Random(seed)
+def vary_lengths(options: Namespace, targets: Sequence[Target], at_once: int) -> Load:
+    """Endless requests with answers of a half to three halves of --output-tokens."""
     length = options.output_tokens
-    while True:
-        output_tokens = draw.randint(length // 2, 3 * length // 2)
-        yield made.call(target, options.input_tokens, output_tokens)
+    lengths = range(length // 2, 3 * length // 2 + 1)
+    return Load(
+        targets=targets,
+        at_once=at_once,
+        prompt_tokens=options.input_tokens,
+        output_tokens=lengths,
+        popularity="uniform",
+        seed=options.seed,
+    )
 
 
 async def measure_capacity(
-    options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]
+    options: Namespace, targets: Mapping[str, Sequence[Target]]
 ) -> tuple[float, float]:
     """Measure the capacity by a closed loop of the tenants in their shares, with the quiet tenant beside it.
 
     Returns:
         Requests per second while it is full, and the median TTFT of the quiet tenant in seconds.
     """
-    draw = random.Random(options.seed)
-    mixed = (
-        next(calls[draw.choices(list(SHARES), list(SHARES.values()))[0]]) for _ in itertools.count()
-    )
-    replies: list[Reply] = []
-    quiet: list[Reply] = []
+    mixed = [
+        target for name, share in SHARES.items() for target in targets[name] * round(10 * share)
+    ]
     start_s = time.perf_counter() + options.capacity_seconds / 3
     end_s = start_s + options.capacity_seconds
-    await asyncio.gather(
-        play(mixed, partial(ask, replies), at_once=options.in_flight, until_s=end_s),
-        play(calls[QUIET], partial(ask, quiet), at_once=1, until_s=end_s),
+    replies, quiet = await asyncio.gather(
+        vary_lengths(options, mixed, options.in_flight).send(until_s=end_s),
+        vary_lengths(options, targets[QUIET], 1).send(until_s=end_s),
     )
     check_replies(replies + quiet)
     capacity = tokens_per_s(replies + quiet, start_s, end_s) / float(options.output_tokens)
@@ -153,7 +150,7 @@ async def measure_capacity(
 
 
 def plan_visits(
-    options: argparse.Namespace, calls: Mapping[str, Iterator[Call]], capacity: float, factor: float
+    options: Namespace, calls: Mapping[str, Iterator[Call]], capacity: float, factor: float
 ) -> list[Visit]:
     """Plan all clients by the time at which they come."""
     draw = random.Random(options.seed)
@@ -171,19 +168,14 @@ def plan_visits(
 
 
 async def carry_out(
-    options: argparse.Namespace, phase: Phase, quiet: Iterator[Call], normal_s: float
+    options: Namespace, phase: Phase, quiet: Iterator[Call], normal_s: float
 ) -> None:
     """Send every client when it is due; then wait for a normal quiet TTFT, and for the clients that still try."""
     phase.start_s = time.perf_counter()
     end_s = phase.start_s + options.seconds
-    clients = asyncio.create_task(
-        play(
-            phase.visits,
-            _visit,
-            at_once=len(phase.visits),
-            arrivals_s=[visit.arrival_s for visit in phase.visits],
-        )
-    )
+    visits = phase.visits
+    arrivals_s = [visit.arrival_s for visit in visits]
+    clients = asyncio.create_task(play(visits, _visit, at_once=len(visits), arrivals_s=arrivals_s))
     watch = asyncio.create_task(watch_delay(phase.delays_s))
     await sleep_until(end_s)
     with contextlib.suppress(TimeoutError):
@@ -219,17 +211,15 @@ async def _until_normal(quiet: Iterator[Call], normal_s: float) -> float:
     return since_s
 
 
-def phase_result(
-    options: argparse.Namespace, phase: Phase, capacity: float, factor: float
-) -> dict[str, Any]:
+def phase_result(options: Namespace, phase: Phase, capacity: float, factor: float) -> Figures:
     """Compute the figures of one phase; the time of a refusal counts from its sending."""
-    visits = phase.visits
-    end_s = phase.start_s + options.seconds
-    replies = [reply for visit in visits for reply in visit.tries]
+    by_kind = {kind: [each for each in phase.visits if each.kind == kind] for kind in TRIES}
+    replies = [reply for visit in phase.visits for reply in visit.tries]
     good = [reply for reply in replies if _is_good(options, reply)]
     refused = [reply for reply in replies if reply.is_refused]
-    quiet = [reply for visit in visits if visit.kind == QUIET for reply in visit.tries]
-    second = [visit.tries[1] for visit in visits if visit.kind == "honest" and visit.tries[1:]]
+    quiet = [reply for visit in by_kind[QUIET] for reply in visit.tries]
+    second = [visit.tries[1] for visit in by_kind["honest"] if visit.tries[1:]]
+    end_s = phase.start_s + options.seconds
     goodput = tokens_per_s(good, phase.start_s + _FILLED * options.seconds, end_s)
     return {
         "times": factor,
@@ -243,41 +233,36 @@ def phase_result(
         "refusal_ms": distribution([reply.head_s - reply.sent_s for reply in refused], 1e3),
         "with_retry_after": _mean([reply.retry_after_s is not None for reply in refused]),
         "admitted_at_retry_after": _mean([reply.status == 200 for reply in second]),
-        "served": {
-            kind: _mean([_is_served(visit) for visit in visits if visit.kind == kind])
-            for kind in TRIES
-        },
+        "served": {kind: _mean([_is_served(each) for each in by_kind[kind]]) for kind in TRIES},
         "normal_after_s": phase.normal_after_s,
         "client_delay_ms": distribution(phase.delays_s, 1e3),
     }
 
 
-def make_goals(phase: Mapping[str, Any]) -> list[dict[str, Any]]:
+def make_goals(phase: Figures) -> list[Figures]:
     """Make the goals of the hardest phase."""
     rate = phase["sent_per_s"]
-    at = f"{phase['times']:g} times"
-    most = [
+    goals = [
+        ("goodput over capacity", phase["goodput"], 0.9, True),
+        ("share of refusals with Retry-After", phase["with_retry_after"], 1.0, True),
+        ("honest clients admitted at Retry-After", phase["admitted_at_retry_after"], 0.95, True),
+        ("honest clients served within 3 tries", phase["served"]["honest"], 0.99, True),
+        ("quiet tenant served", phase["served"][QUIET], 1.0, True),
         (
             f"refusals p99, ms, at {rate:.0f} requests/s",
             phase["refusal_ms"]["p99"],
             50.0 if rate <= 100 else 150.0,
+            False,
         ),
-        ("normal again after, s", phase["normal_after_s"], 5.0),
-    ]
-    least = [
-        ("goodput over capacity", phase["goodput"], 0.9),
-        ("share of refusals with Retry-After", phase["with_retry_after"], 1.0),
-        ("honest clients admitted at Retry-After", phase["admitted_at_retry_after"], 0.95),
-        ("honest clients served within 3 tries", phase["served"]["honest"], 0.99),
-        ("quiet tenant served", phase["served"][QUIET], 1.0),
+        ("normal again after, s", phase["normal_after_s"], 5.0, False),
     ]
     return [
-        *(goal(f"{at}: {name}", figure, limit, is_least=True) for name, figure, limit in least),
-        *(goal(f"{at}: {name}", figure, limit) for name, figure, limit in most),
+        goal(f"{phase['times']:g} times: {name}", figure, limit, is_least=is_least)
+        for name, figure, limit, is_least in goals
     ]
 
 
-def _row(phase: Mapping[str, Any]) -> dict[str, Any]:
+def _row(phase: Figures) -> Figures:
     return {
         **{name: phase[name] for name in ("times", "sent_per_s", "goodput")},
         "TTFT p99, ms": phase["ttft_ms"]["p99"],
@@ -288,7 +273,7 @@ def _row(phase: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_good(options: argparse.Namespace, reply: Reply) -> bool:
+def _is_good(options: Namespace, reply: Reply) -> bool:
     """Say if an answer is within both objectives; one token has no time per token to miss."""
     is_soon = reply.ttft_s <= options.ttft_s and not 1e3 * reply.tpot_s > options.tpot_ms
     return is_soon and reply.completion_tokens > 0 and reply.error is None
@@ -310,28 +295,15 @@ def _factors(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add_demo_options(add)
-    add(
-        "--factors",
-        type=_factors,
-        default="1,1.6,20",
-        help="offered load in capacities, comma-separated",
-    )
-    add("--seconds", type=float, default=60.0, help="of each")
-    add("--capacity-seconds", type=float, default=60.0, help="of the load that measures it")
-    add_positive(
-        add,
-        in_flight=(96, "requests of the closed loop that measures the capacity"),
-        input_tokens=(32, ""),
-        output_tokens=(96, ""),
-    )
-    add("--ttft-s", type=float, default=10.0, help="objective: time to the first token")
-    add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
-    add(
-        "--settle-s",
-        type=float,
-        default=120.0,
-        help="how long to wait for what is left when no more arrive",
-    )
+OPTIONS: Options = {
+    **DEMO,
+    "factors": ("1,1.6,20", "offered load in capacities, comma-separated", _factors),
+    "seconds": (60.0, "of each"),
+    "capacity_seconds": (60.0, "of the load that measures it"),
+    "in_flight": (96, "requests of the closed loop that measures the capacity"),
+    "input_tokens": (32, ""),
+    "output_tokens": (96, ""),
+    "ttft_s": (10.0, "objective: time to the first token"),
+    "tpot_ms": (100.0, "objective: time per token after it"),
+    "settle_s": (120.0, "how long to wait for what is left when no more arrive"),
+}

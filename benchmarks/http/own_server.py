@@ -8,15 +8,15 @@ import secrets
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from manylora import demo
 from manylora.benchmarks.http.generator import Target
-from manylora.benchmarks.report import AddOption, add_settings_option
+from manylora.benchmarks.report import SETTINGS, Figures, Options
 from manylora.client import Client
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
@@ -31,6 +31,13 @@ UNLIMITED = dict.fromkeys(
     ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "tokens_per_month")
 )
 """Limits of the tenants of benchmarks: none, unlike the defaults of new tenants."""
+DEMO: Options = {
+    "model": (demo.MODEL, "folder of the base; the demo model by default", Path),
+    "adapters": (demo.ADAPTERS, "folder of folders of its adapters", Path),
+    **SETTINGS,
+    "seed": (0, "", int),
+}
+"""Options of benchmarks that serve the demo model by default."""
 _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
 _POLL_S = 0.1
@@ -41,52 +48,44 @@ class OwnServer:
     """A running server, and a client with its admin key."""
 
     admin: Client
-    ready: dict[str, Any]
+    ready: Figures
     """The model and the memory, as the engine reported them when it was ready."""
     pid: int
-    other_url: str | None = None
-    """URL of a second gateway, where there are several servers."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """A key of each tenant."""
 
-    @property
-    def url(self) -> str:
-        """With /v1."""
-        return f"{self.admin.url}/v1"
+    def client(self, tenant: str) -> Client:
+        """A client of a tenant without limits, which is made on first use."""
+        if tenant not in self.keys:
+            self.admin.create_tenant(tenant, UNLIMITED)
+            self.keys[tenant] = str(self.admin.create_key(tenant)["key"])
+        return Client(self.admin.url, self.keys[tenant])
 
-    def client(self, key: str) -> Client:
-        """A client with this key."""
-        return Client(self.url, key)
+    def target(self, tenant: str, model: str = BASE_NAME) -> Target:
+        """A model of this server for a load."""
+        with self.client(tenant) as client:
+            return Target(
+                f"{client.url}/v1", self.keys[tenant], model, int(self.ready["vocab_size"])
+            )
 
-    def add_tenant(self, name: str) -> str:
-        """Make a tenant without limits; returns a key."""
-        self.admin.create_tenant(name, UNLIMITED)
-        return str(self.admin.create_key(name)["key"])
-
-    def targets(self, key: str, models: Iterable[str]) -> list[Target]:
-        """Name models of this server for a generator."""
-        return [Target(self.url, key, model) for model in models]
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of the model are below this."""
-        return int(self.ready["vocab_size"])
-
-    def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
-        """Upload copies of adapters that differ in their last weights, several at a time; returns their names.
+    def adapters(self, tenant: str, folders: Path, count: int, first: int = 0) -> list[Target]:
+        """Upload copies of adapters that differ in their last weights, several at a time.
 
         Args:
-            key: Of the tenant.
+            tenant: Their owner.
             folders: Folder of the folders of adapters, which are copied in turn.
             count: Copies in all.
             first: Number of the first copy; copies of one number are the same adapter.
         """
         originals = [(folder.name, read_adapter(folder)) for folder in sorted(folders.iterdir())]
+        target = self.target(tenant)
 
-        def one(index: int) -> str:
-            name, files = originals[index % len(originals)]
-            _upload(client, f"{name}-{index}", variant(files, index))
-            return f"{name}-{index}"
+        def one(number: int) -> Target:
+            name, files = originals[number % len(originals)]
+            _upload(client, f"{name}-{number}", variant(files, number))
+            return replace(target, model=f"{name}-{number}")
 
-        with self.client(key) as client, ThreadPoolExecutor(_UPLOADS) as threads:
+        with self.client(tenant) as client, ThreadPoolExecutor(_UPLOADS) as threads:
             return list(threads.map(one, range(first, first + count)))
 
     def wait_idle(self) -> None:
@@ -104,27 +103,13 @@ class OwnServer:
                 )
             time.sleep(_POLL_S)
 
-    def engines(self) -> list[dict[str, Any]]:
+    def engines(self) -> list[Figures]:
         """The status of each engine."""
-        if self.other_url is None:
+        servers = self.admin.servers()
+        if servers is None:
             return [self.admin.engine()]
-        servers = self.admin.request("GET", "/v1/servers")["data"]
-        return [
-            self.admin.engine(server["name"]) for server in servers if server["role"] == "replica"
-        ]
-
-
-def add_demo_options(add: AddOption) -> None:
-    """Add the options of benchmarks that serve the demo model by default."""
-    add(
-        "--model",
-        type=Path,
-        default=demo.MODEL,
-        help="folder of the base; the demo model by default",
-    )
-    add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
-    add_settings_option(add)
-    add("--seed", type=int, default=0)
+        replicas = [server for server in servers["data"] if server["role"] == "replica"]
+        return [self.admin.engine(replica["name"]) for replica in replicas]
 
 
 @contextlib.contextmanager
@@ -133,6 +118,7 @@ def plain_server(
     settings: Sequence[str],
     folder: Path | None = None,
     program: str = PROGRAM,
+    cores: Sequence[int] = (),
     **variables: str,
 ) -> Iterator[OwnServer]:
     """Serve a model until the block is left.
@@ -143,6 +129,7 @@ def plain_server(
             benchmark must not reach the registry of a real server.
         folder: Of its data, which stays; None is a new one that goes with the server.
         program: The module that is run.
+        cores: It runs on these; on all if empty.
         variables: More of its environment.
 
     Raises:
@@ -153,14 +140,12 @@ def plain_server(
     } | variables
     own = [f"--set={setting}" for setting in settings]
     options = ["--model", str(model), "--served-model-name", BASE_NAME, *own]
-    with (
-        tempfile.TemporaryDirectory(prefix="manylora-") as own_folder,
-        running_server(folder or Path(own_folder), options, plain, program=program) as server,
-    ):
-        url = server.wait_ready(READY_WITHIN_S)
-        key = admin_key(folder or Path(own_folder), plain).secret
-        with Client(url, key) as admin:
-            yield OwnServer(admin, admin.engine()["ready"], server.pid)
+    with tempfile.TemporaryDirectory(prefix="manylora-") as own_folder:
+        data_dir = folder or Path(own_folder)
+        with running_server(data_dir, options, plain, program=program, cores=cores) as server:
+            url = server.wait_ready(READY_WITHIN_S)
+            with Client(url, admin_key(data_dir, plain).secret) as admin:
+                yield OwnServer(admin, admin.engine()["ready"], server.pid)
 
 
 @contextlib.contextmanager
@@ -192,31 +177,17 @@ def cluster(
             f"registry.blob_url={root}/blobs",
         ]
 
-        def start(role: str, number: int, program: str, own: Sequence[str]) -> OwnServer:
+        def start(role: str, number: int, own: Sequence[str], *how: Any) -> OwnServer:  # noqa: ANN401
             given = [f"server.role={role}", *stores, *own]
-            return stack.enter_context(
-                plain_server(model, given, root / f"{role}{number}", program, **shared)
-            )
+            opened = plain_server(model, given, root / f"{role}{number}", *how, **shared)
+            return stack.enter_context(opened)
 
-        replicas = list[OwnServer]()
-        cores = sorted(os.sched_getaffinity(0))
-        for number in range(num_replicas):
-            if divides_cores:
-                os.sched_setaffinity(0, cores[number::num_replicas] or cores)  # a child inherits it
-            try:
-                replicas.append(start("replica", number, program, settings))
-            finally:
-                os.sched_setaffinity(0, cores)
-        yield replicas, [start("gateway", number, PROGRAM, ()) for number in range(2)]
-
-
-@contextlib.contextmanager
-def many_servers(
-    model: str | Path, settings: Sequence[str], num_replicas: int
-) -> Iterator[OwnServer]:
-    """One gateway of a `cluster` whose replicas divide the cores; it knows the other gateway."""
-    with cluster(model, settings, num_replicas, divides_cores=True) as (_, (gateway, other)):
-        yield replace(gateway, other_url=other.url)
+        cores = sorted(os.sched_getaffinity(0)) if divides_cores else []
+        replicas = [
+            start("replica", number, settings, program, cores[number::num_replicas])
+            for number in range(num_replicas)
+        ]
+        yield replicas, [start("gateway", number, ()) for number in range(2)]
 
 
 @contextlib.contextmanager
@@ -236,12 +207,10 @@ def own_server(
     """
     names = server_names(adapters)
     files = [read_adapter(folder) for folder in adapters]
-    with plain_server(model, settings) as server:
-        key = server.add_tenant(TENANT)
-        with server.client(key) as client:
-            for name, content in zip(names[1:], files, strict=True):
-                _upload(client, name, content)
-        yield server.targets(key, names)
+    with plain_server(model, settings) as server, server.client(TENANT) as client:
+        for name, content in zip(names[1:], files, strict=True):
+            _upload(client, name, content)
+        yield [server.target(TENANT, name) for name in names]
 
 
 def _upload(client: Client, name: str, files: dict[str, bytes]) -> None:

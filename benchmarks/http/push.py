@@ -11,29 +11,19 @@ processes are read at the beginning and at the end. Prints tables and, last, one
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import itertools
 import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
-from manylora.benchmarks.http.flood import Streams, flood
-from manylora.benchmarks.http.generator import Generator, Target, check_replies
+from manylora.benchmarks.http.flood import flood
+from manylora.benchmarks.http.generator import Generator, Load, check_replies
 from manylora.benchmarks.http.own_server import OwnServer, plain_server, read_adapter, variant
 from manylora.benchmarks.http.processes import usage
+from manylora.benchmarks.metrics import Reply
 from manylora.benchmarks.qwen_shape import make_checkpoints
-from manylora.benchmarks.report import (
-    DEFAULT_CACHE,
-    AddOption,
-    add_positive,
-    add_settings_option,
-    goal,
-    spread_rows,
-    spreads,
-)
-from manylora.client import Client
+from manylora.benchmarks.report import SETTINGS, Figures, Options, goal, spread_rows, spreads
 from manylora.errors import ConfigError, ManyloraError
 
 MAX_MS = {"idle": 300.0, "loaded": 1000.0}
@@ -49,7 +39,7 @@ SETTLE = 20
 """Pushes before memory is read for the first time."""
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """Idle, loaded, then the pushes that the memory is read over.
 
     Raises:
@@ -62,46 +52,68 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             param="adapter",
         )
     if options.model is None:
-        base, adapters = make_checkpoints(options.cache)
-        options.model = base
-        options.adapter = adapters[1]
+        options.model, (_, options.adapter, *_) = make_checkpoints()
     with plain_server(options.model, options.set) as server:
         phases, sizes, num_load = _measure(options, server)
     figures = spreads(phases)
-    goals = [
-        goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name])
-        for name in figures
-    ]
     growth = {name: sizes[1][name] - sizes[0][name] for name in sizes[0]}
-    goals.append(goal("growth over the last pushes, MiB", growth["rss_mib"], MAX_GROWTH_MIB))
-    goals.append(goal("open files more than before", growth["open_files"], MAX_MORE_FILES))
+    goals = [
+        *(
+            goal(f"{name}: push to first token, ms", found["total_ms"]["median"], MAX_MS[name])
+            for name, found in figures.items()
+        ),
+        goal("growth over the last pushes, MiB", growth["rss_mib"], MAX_GROWTH_MIB),
+        goal("open files more than before", growth["open_files"], MAX_MORE_FILES),
+    ]
     found = {"phases": figures, "sizes": sizes, "load_requests": num_load}
     return {**found, "table": spread_rows(figures), "goals": goals}
 
 
 def _measure(
-    options: argparse.Namespace, server: OwnServer
+    options: Namespace, server: OwnServer
 ) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]], int]:
     """Push; returns the times by phase, the sizes at the begin and at the end, and the requests of the load."""
-    key = server.add_tenant("trainer")
     files = read_adapter(options.adapter)
-    target = Target(server.url, key, ADAPTER)
+    target = server.target("trainer", ADAPTER)
     numbers = itertools.count()
-    load = Streams(
+    load = Load(
         targets=[target],
-        count=options.in_flight,
+        at_once=options.in_flight,
         prompt_tokens=options.input_tokens,
         output_tokens=options.output_tokens,
-        vocab_size=server.vocab_size,
     )
-    made = Generator(server.vocab_size, SEED)
-    with server.client(key) as client, asyncio.Runner() as runner, contextlib.closing(made):
+    with server.client("trainer") as client, asyncio.Runner() as runner, Generator(SEED) as made:
+
+        def push() -> dict[str, float]:
+            """Push a version and ask for it, then ask again, when the adapter is on the device."""
+            pushed_files = variant(files, next(numbers))
+            start_s = time.perf_counter()
+            pushed = client.push_ephemeral(
+                ADAPTER, pushed_files["weights"], files["config"], keep=KEEP
+            )
+            push_s = time.perf_counter() - start_s
+            replies: list[Reply] = []
+            for _ in range(2):
+                call = made.call(target, options.input_tokens, 2)
+                runner.run(call.send(replies, time.perf_counter()))
+            check_replies(replies)
+            digests = {reply.headers.get(b"x-manylora-adapter-digest") for reply in replies}
+            if digests != {pushed["digest"].encode()}:
+                raise ManyloraError("a request after a push was answered by another version")
+            first, again = replies
+            return {
+                "push_ms": 1e3 * push_s,
+                "ttft_ms": 1e3 * first.ttft_s,
+                "total_ms": 1e3 * (first.token_times_s[0] - start_s),
+                "ttft_again_ms": 1e3 * again.ttft_s,
+            }
+
+        def size() -> dict[str, float]:
+            taken = usage(server.pid)
+            return {"rss_mib": taken.mib, "open_files": taken.files}
 
         def times(count: int) -> list[dict[str, float]]:
-            return [
-                runner.run(_one(options, client, made, target, variant(files, number)))
-                for number in itertools.islice(numbers, count)
-            ]
+            return [push() for _ in range(count)]
 
         times(WARM_UP)
         phases = {"idle": times(options.pushes)}
@@ -111,52 +123,19 @@ def _measure(
         check_replies(replies[0])
         server.wait_idle()
         times(SETTLE)
-        before = usage(server.pid)
+        before = size()
         times(max(options.versions - SETTLE, 0))
-        after = usage(server.pid)
-    sizes = [{"rss_mib": each.mib, "open_files": each.files} for each in (before, after)]
-    return phases, sizes, len(replies[0])
+        return phases, [before, size()], len(replies[0])
 
 
-async def _one(
-    options: argparse.Namespace,
-    client: Client,
-    made: Generator,
-    target: Target,
-    files: dict[str, bytes],
-) -> dict[str, float]:
-    """Push a version and ask for it, then ask again: what the same takes with an adapter that is on the device."""
-    start_s = time.perf_counter()
-    pushed = client.push_ephemeral(ADAPTER, files["weights"], files["config"], keep=KEEP)
-    push_s = time.perf_counter() - start_s
-    replies = [
-        await made.call(target, options.input_tokens, 2).send([], time.perf_counter())
-        for _ in range(2)
-    ]
-    check_replies(replies)
-    digests = {reply.headers.get(b"x-manylora-adapter-digest") for reply in replies}
-    if digests != {pushed["digest"].encode()}:
-        raise ManyloraError("a request after a push was answered by another version")
-    first, again = replies
-    total_s = first.token_times_s[0] - start_s
-    times_s = {"push": push_s, "ttft": first.ttft_s, "total": total_s, "ttft_again": again.ttft_s}
-    return {f"{part}_ms": 1000 * seconds for part, seconds in times_s.items()}
-
-
-def add_options(add: AddOption) -> None:
-    """Add the options."""
-    add_positive(
-        add,
-        pushes=(20, "timed pushes, idle and again beside the load"),
-        in_flight=(32, ""),
-        input_tokens=(32, ""),
-        output_tokens=(64, ""),
-    )
-    add("--settle-s", type=float, default=5.0, help="seconds of load before its first push")
-    add_positive(add, versions=(200, f"pushes that memory is read over, the first {SETTLE} not"))
-    add(
-        "--model", type=Path, default=None, help="folder of the base; Qwen2-0.5B's shape by default"
-    )
-    add("--adapter", type=Path, default=None, help="folder of its adapter")
-    add("--cache", type=Path, default=DEFAULT_CACHE)
-    add_settings_option(add)
+OPTIONS: Options = {
+    "pushes": (20, "timed pushes, idle and again beside the load"),
+    "in_flight": (32, ""),
+    "input_tokens": (32, ""),
+    "output_tokens": (64, ""),
+    "settle_s": (5.0, "seconds of load before its first push"),
+    "versions": (200, f"pushes that memory is read over, the first {SETTLE} not"),
+    "model": (None, "folder of the base; Qwen2-0.5B's shape by default", Path),
+    "adapter": (None, "folder of its adapter", Path),
+    **SETTINGS,
+}

@@ -10,39 +10,39 @@ if any request failed or was answered wrongly, 2 if the arguments make no sense.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import random
 import sys
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
 from manylora.benchmarks.http.generator import Load, Target
 from manylora.benchmarks.http.own_server import own_server, server_names
 from manylora.benchmarks.metrics import summarise
-from manylora.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, add_positive, add_settings_option
-from manylora.benchmarks.workloads import PATTERNS, TimedRequest, draw_adapters, poisson_arrivals
+from manylora.benchmarks.qwen_shape import make_checkpoints
+from manylora.benchmarks.report import SETTINGS, Figures, Options
+from manylora.benchmarks.workloads import PATTERNS, draw_adapters, poisson_arrivals
 from manylora.errors import ConfigError
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 _SHOWN_ERRORS = 5
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Figures:
     """Send the load to the server that the options describe.
 
     Raises:
         ConfigError: The options contradict each other.
         ManyloraError: The server does not start.
     """
-    with chosen_targets(options) as targets:
-        load = make_load(options, len(targets))
-        replies = uvloop.run(load.send(targets, options.seed, options.warmup))
+    with chosen_load(options) as load:
+        if options.warmup:
+            uvloop.run(warm_up(load, options.warmup).send())
+        replies = uvloop.run(load.send())
     errors = Counter(reply.error for reply in replies if reply.error).most_common()
     summary = summarise(replies)
     print(", ".join(f"{name} {summary[name]:,.4g}" for name in RATES), file=sys.stderr)
@@ -57,23 +57,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def warm_up(load: Load, count: int) -> Load:
+    """At least this number of requests for all targets in turn, with other prompts than those of a load."""
+    count = max(count, len(load.targets))
+    return replace(load, count=count, popularity=None, arrivals_s=None, seed=load.seed + 1000)
+
+
 @contextlib.contextmanager
-def chosen_targets(options: argparse.Namespace) -> Iterator[list[Target]]:
-    """Have a server with models; the options' `models` are then the names that it has.
+def chosen_load(options: Namespace) -> Iterator[Load]:
+    """Have a server with models, and the load for it; the options' `models` are then the names that it has.
 
     Raises:
         ConfigError: The options contradict each other.
         ManyloraError: The server does not start.
     """
+    models = [name for name in options.models.split(",") if name]
     if options.url is not None:
-        models = [name for name in options.models.split(",") if name]
         if not models:
             raise ConfigError("--url needs --models: the names to ask for", param="models")
         if options.model or options.adapter or options.set:
             raise ConfigError(
                 "--url takes a server as it is: leave out --model, --adapter and --set", param="url"
             )
-        yield [Target(options.url, options.key, model) for model in models]
+        yield make_load(
+            options,
+            [Target(options.url, options.key, model, options.vocab_size) for model in models],
+        )
         return
     if options.models or options.key:
         raise ConfigError(
@@ -84,84 +93,69 @@ def chosen_targets(options: argparse.Namespace) -> Iterator[list[Target]]:
     if model is None:
         if adapters:
             raise ConfigError("--adapter needs --model: the base of the adapters", param="model")
-        model, adapters = make_checkpoints(options.cache)
-        options.vocab_size = VOCAB_SIZE
-    make_load(options, len(server_names(adapters)))  # refuses before a server starts
+        model, adapters = make_checkpoints()
+    server_names(adapters)  # refuses before a server starts, as the next one does
+    make_load(options, [Target("", "", "")])
     with own_server(str(model), adapters, options.set) as targets:
         options.models = ",".join(target.model for target in targets)
-        yield targets
+        yield make_load(options, targets)
 
 
-def make_load(options: argparse.Namespace, num_models: int) -> Load:
-    """Draw the load that the options describe.
+def make_load(options: Namespace, targets: list[Target]) -> Load:
+    """Make the load that the options describe.
 
     Raises:
         ConfigError: The options contradict each other.
     """
-    inputs = _range(options.input_tokens, "input-tokens")
-    outputs = _range(options.output_tokens, "output-tokens")
-    count = options.requests
     rate = options.rate
-    seed = options.seed
-    adapters = draw_adapters(options.popularity, num_models, seed)
-    arrivals = poisson_arrivals(count, rate, seed) if rate else [0.0] * count
-    draw = random.Random(seed)
-    plan = [
-        TimedRequest(arrival_s, adapter, draw.choice(inputs), draw.choice(outputs))
-        for arrival_s, adapter in zip(arrivals, adapters, strict=False)
-    ]
-    return Load(plan, options.vocab_size, None if rate else options.concurrency)
+    draw_adapters(options.popularity, 1, 0)  # refuses a pattern that there is not
+    return Load(
+        targets=targets,
+        at_once=options.requests if rate else options.concurrency,
+        prompt_tokens=_lengths(options, "input_tokens"),
+        output_tokens=_lengths(options, "output_tokens"),
+        popularity=options.popularity,
+        count=options.requests,
+        arrivals_s=poisson_arrivals(options.requests, rate, options.seed) if rate else None,
+        seed=options.seed,
+    )
 
 
-def _range(text: str, option: str) -> range:
+def _lengths(options: Namespace, option: str) -> range:
     """Read lengths: `64` is 64, `8:512` is from 8 to 511."""
+    text = getattr(options, option)
     low, _, high = text.partition(":")
     with contextlib.suppress(ValueError):
         lengths = range(int(low), int(high) if high else int(low) + 1)
         if lengths and lengths[0] >= 1:
             return lengths
+    name = option.replace("_", "-")
     raise ConfigError(
-        f"--{option} must be a number or low:high with 1 <= low < high, got {text!r}", param=option
+        f"--{name} must be a number or low:high with 1 <= low < high, got {text!r}", param=name
     )
 
 
 def _rate(text: str) -> float:
     if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        raise ArgumentTypeError(f"must be above 0, got {text}")
     return value
 
 
-def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32) -> None:
-    """Add what says which server is asked, and for what, with these defaults."""
-    add("--model", default=None, help="folder or hub id of the base to serve")
-    add(
-        "--adapter",
-        type=Path,
-        action="append",
-        default=[],
-        help="folder of an adapter to upload; may be repeated",
-    )
-    add_settings_option(add)
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    add("--url", default=None, help="base URL with /v1 of a server that runs already")
-    add("--key", default="", help="its API key")
-    add(
-        "--models",
-        default="",
-        help="names to ask for there, comma-separated; the first is the most popular",
-    )
-    add_positive(
-        add, requests=(requests, ""), concurrency=(concurrency, "requests in flight (closed loop)")
-    )
-    add("--rate", type=_rate, default=None, help="requests per second (open loop)")
-    add("--popularity", default="uniform", help=PATTERNS)
-    add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
-    add("--output-tokens", default="64", help="output tokens: a number or low:high")
-    add_positive(add, vocab_size=(512, "prompt ids are drawn below this"))
-    add("--seed", type=int, default=0)
-
-
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add_server_options(add)
-    add("--warmup", type=int, default=0, help="requests sent before, not measured")
+SERVER: Options = {
+    "model": (None, "folder or hub id of the base to serve"),
+    "adapter": ([], "folder of an adapter to upload; may be repeated", Path),
+    **SETTINGS,
+    "url": (None, "base URL with /v1 of a server that runs already"),
+    "key": ("", "its API key"),
+    "models": ("", "names to ask for there, comma-separated; the first is the most popular"),
+    "vocab_size": (512, "prompt ids are drawn below this there"),
+    "requests": (64, ""),
+    "concurrency": (32, "requests in flight (closed loop)"),
+    "rate": (None, "requests per second (open loop)", _rate),
+    "popularity": ("uniform", PATTERNS),
+    "input_tokens": ("64", "prompt tokens: a number or low:high"),
+    "output_tokens": ("64", "output tokens: a number or low:high"),
+    "seed": (0, "", int),
+}
+"""Options that say which server is asked, and for what."""
+OPTIONS: Options = {**SERVER, "warmup": (0, "requests sent before, not measured", int)}

@@ -173,6 +173,7 @@ def running_server(
     *,
     port: int = 0,
     program: str = PROGRAM,
+    cores: Sequence[int] = (),
 ) -> Iterator[ServerProcess]:
     """Start `manylora serve` on this machine, and end it with the block. Its log is serve.log in the data folder.
 
@@ -182,6 +183,7 @@ def running_server(
         environment: As of `ServerProcess`.
         port: Port to bind; 0 takes a free one.
         program: As of `ServerProcess`.
+        cores: As of `ServerProcess`.
 
     Raises:
         ConfigError: The folder cannot be written.
@@ -190,7 +192,12 @@ def running_server(
     place = ("--host", HOST, "--port", str(port), "--data-dir", str(data_dir))
     log = data_dir / "serve.log"
     server = ServerProcess(
-        "The server", ["serve", *place, *options], environment, log=log, program=program
+        "The server",
+        ["serve", *place, *options],
+        environment,
+        log=log,
+        program=program,
+        cores=cores,
     )
     try:
         yield server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_promises_of_a_small_cluster(
     promises = importlib.import_module("cluster_promises")
     monkeypatch.setattr(promises, "stepped_cluster", lambda: nullcontext(servers))
     monkeypatch.setattr(promises, "TENANT", "another")
-    result = promises.measure(promises.make_parser().parse_args(["--streams", "6"]))
+    result = promises.measure(Namespace(streams=6))
     killed = result["replica_killed"]
     assert killed["streams_lost"] + killed["streams_whole"] == 6
     assert killed["streams_lost"] > 0

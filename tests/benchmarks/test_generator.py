@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import operator
 import time
-from functools import partial
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from manylora.benchmarks.http.flood import Streams, flood
-from manylora.benchmarks.http.generator import Generator, Target, ask, check_replies
+from manylora.benchmarks.http.flood import flood
+from manylora.benchmarks.http.generator import Generator, Load, Target, check_replies
 from manylora.benchmarks.http.runner import play, watch_delay
 from manylora.benchmarks.metrics import Reply, tokens_per_s
 from manylora.errors import ManyloraError
@@ -20,15 +20,14 @@ from shop_window import ShopWindow
 
 
 def send(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> list[Reply]:
-    replies: list[Reply] = []
-
-    async def run() -> None:
-        with contextlib.closing(Generator(vocab_size=64)) as made:
-            calls = (made.call(Target(url, "key", "a"), 3, output_tokens) for _ in range(count))
-            await play(calls, partial(ask, replies), at_once=in_flight)
-
-    asyncio.run(run())
-    return replies
+    load = Load(
+        targets=[Target(url, "key", "a", 64)],
+        at_once=in_flight,
+        prompt_tokens=3,
+        output_tokens=output_tokens,
+        count=count,
+    )
+    return asyncio.run(load.send())
 
 
 def test_items_are_acted_on_when_they_are_due_and_some_at_a_time() -> None:
@@ -123,8 +122,8 @@ def test_a_kept_connection_that_turns_out_to_be_closed_is_no_error_and_a_new_one
 def test_a_connection_with_half_an_answer_is_not_used_again(server: ShopWindow) -> None:
     async def run() -> list[Reply]:
         replies: list[Reply] = []
-        target = Target(server.url, "key", "a")
-        with contextlib.closing(Generator(vocab_size=64)) as made:
+        target = Target(server.url, "key", "a", 64)
+        with Generator() as made:
             await made.call(target, 3, 4).send(replies, 0.0)
             cut = asyncio.create_task(made.call(target, 3, 400).send(replies, 0.0))
             await asyncio.sleep(0.1)  # of 4 s
@@ -160,14 +159,12 @@ def test_the_clients_own_delay_is_seen() -> None:
 
 
 def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow) -> None:
-    def group(key: str, models: list[str], count: int) -> Streams:
-        targets = [Target(server.url, key, model) for model in models]
-        return Streams(
-            targets=targets,
-            count=count,
+    def group(key: str, models: list[str], count: int) -> Load:
+        return Load(
+            targets=[Target(server.url, key, model, 64) for model in models],
+            at_once=count,
             prompt_tokens=3,
             output_tokens=50,
-            vocab_size=64,
             seed=count,
         )
 
@@ -180,7 +177,7 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
     assert server.authorizations == {"Bearer one", "Bearer two"}
     assert {body["model"] for body in server.bodies} == {"a", "b", "c"}
     assert [
-        len(replies) >= group.count for replies, group in zip(flooded, groups, strict=True)
+        len(replies) >= group.at_once for replies, group in zip(flooded, groups, strict=True)
     ] == [True] * 2
     assert all(tokens_per_s(replies, start_s, start_s + 0.5) > 0 for replies in flooded)
     deadline = time.monotonic() + 10
@@ -189,13 +186,30 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
     assert server.in_flight == 0
 
 
+def test_targets_are_asked_in_turn_or_by_their_popularity_for_lengths_of_a_range() -> None:
+    targets = [Target("http://127.0.0.1:9/v1", "", name) for name in "abc"]
+    in_turn = Load(targets=targets, at_once=1, prompt_tokens=5, output_tokens=range(50, 151))
+    with Generator() as made:
+        sent = list(itertools.islice(in_turn.calls(made), 400))
+        drawn = replace(in_turn, popularity="zipf:1", count=400)
+        popular = Counter(call.model for call in drawn.calls(made))
+    assert [call.model for call in sent[:4]] == ["a", "b", "c", "a"]
+    assert len({call.body for call in sent}) == 400, "no two prompts are the same"
+    assert {call.prompt_tokens for call in sent} == {5}
+    lengths = [call.output_tokens or 0 for call in sent]
+    assert min(lengths) in range(50, 60)
+    assert max(lengths) in range(141, 151)
+    assert sum(lengths) / 400 == pytest.approx(100, rel=0.05)
+    assert popular.total() == 400
+    assert popular["a"] > popular["b"] > popular["c"] > 0
+
+
 def test_a_client_of_a_flood_can_be_slowed_down(server: ShopWindow) -> None:
-    slow = Streams(
+    slow = Load(
         targets=[Target(server.url, "", "a")],
-        count=1,
+        at_once=1,
         prompt_tokens=1,
         output_tokens=1,
-        vocab_size=64,
         every_s=0.2,
     )
     with flood([slow]) as flooded:
@@ -208,5 +222,5 @@ def test_a_client_of_a_flood_can_be_slowed_down(server: ShopWindow) -> None:
 def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # Dividing a pipe by a list raises a TypeError, of which the process dies.
     monkeypatch.setattr("manylora.benchmarks.http.flood.run_clients", operator.truediv)
-    with pytest.raises(EOFError), flood([Streams(targets=[], count=1)]):
+    with pytest.raises(EOFError), flood([Load(targets=[], at_once=1)]):
         pass

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from manylora.benchmarks.engine.kernels import KernelBench, Work
-from manylora.benchmarks.gpu import commands, kernels, serve, step
+from manylora.benchmarks.gpu import commands, kernels, step
 from manylora.benchmarks.gpu.case_log import DONE, FAILED
 from manylora.benchmarks.gpu.setup import Setup
 from manylora.benchmarks.main import main
@@ -135,11 +135,11 @@ def test_steps_that_could_not_be_captured_are_not_timed_as_graphs(tmp_path: Path
         for runner in runners:
             runner._programs = SimpleNamespace(num_recorded=0)
         error = r"no step could be captured as a CUDA graph.* --eager needs none"
-        with pytest.raises(EngineError, match=error), step.decoding(graphs, [[3, 4]], []):
+        with pytest.raises(EngineError, match=error), step.decoding(graphs, 1, 2, []):
             pass
         for runner in runners:
             runner._programs = None
-        with step.decoding(graphs, [[3, 4]], []), step.decoding(eager, [[3, 4]], []):
+        with step.decoding(graphs, 1, 2, []), step.decoding(eager, 1, 2, []):
             pass
 
 
@@ -172,8 +172,8 @@ def test_steps_with_swaps_are_compared_with_steps_without(
     assert case["goal"] == pytest.approx(1.05 * case["quiet"]["step_ms"]["p99"], rel=1e-4)
     assert case["measured"] == case["swaps"]["step_ms"]["p99"]
     assert case["swaps"]["tokens_per_s"] > 0
-    assert case["swaps"]["loads"] > serve.NUM_RESIDENT, "adapters came and went"
-    assert case["quiet"]["steps"] >= serve.LEAST_STEPS
+    assert case["swaps"]["loads"] > step.NUM_RESIDENT, "adapters came and went"
+    assert case["quiet"]["steps"] >= step.LEAST_STEPS
 
 
 def test_tools_run_the_tests_or_are_told_to_be_missing(

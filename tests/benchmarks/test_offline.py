@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
@@ -11,21 +9,18 @@ from transformers import Qwen2ForCausalLM
 from manylora.benchmarks.engine.offline import make_cases, make_result
 from manylora.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, base_config
 
-OPTIONS = argparse.Namespace(requests=2, input_tokens=3, output_tokens=10, repeats=3)
-
 
 def test_cases_ask_for_every_adapter_equally_and_pad_nothing() -> None:
-    cases = make_cases(32, 64, 8)
+    cases = make_cases(8)
     (base, _), (mixed, adapters), (single, _) = (
         cases[name] for name in ("base", "mixed", "single")
     )
     assert {len(prompt) for prompt in base} == {64}
     assert max(max(prompt) for prompt in base) < VOCAB_SIZE
-    assert adapters is not None
     assert [adapters.count(index) for index in range(8)] == [4] * 8
     assert mixed == base
     assert single == base[:1]
-    assert cases == make_cases(32, 64, 8)
+    assert cases == make_cases(8)
 
 
 def test_rates_and_ratios_come_from_medians() -> None:
@@ -36,17 +31,18 @@ def test_rates_and_ratios_come_from_medians() -> None:
     }
     first = {"manylora": 1, "transformers": 1, "transformers + PEFT": 2}
     made = make_result(
-        OPTIONS,
         {
-            (case, name): [(taken_s, [[first[name], 5], [7, 5]]) for taken_s in times]
+            (case, name): [
+                (taken_s, [[first[name]] * 5] * (1 if case == "single" else 2)) for taken_s in times
+            ]
             for name, by_case in seconds.items()
             for case, times in by_case.items()
         },
     )
     assert made["output_tokens_per_s"] == {
-        "manylora": {"base": 10.0, "mixed": 5.0, "single": 10.0},
-        "transformers": {"base": 5.0, "single": 5.0},
-        "transformers + PEFT": {"mixed": 2.5},
+        "manylora": {"base": 5.0, "mixed": 2.5, "single": 5.0},
+        "transformers": {"base": 2.5, "single": 2.5},
+        "transformers + PEFT": {"mixed": 1.25},
     }
     assert made["ratios"] == {
         "base: manylora / transformers": 2.0,
@@ -54,6 +50,7 @@ def test_rates_and_ratios_come_from_medians() -> None:
         "mixed: manylora / transformers + PEFT": 2.0,
         "manylora: mixed / base": 0.5,
     }
+    assert made["first_tokens_equal"] == {"base": 1.0, "mixed": 0.0}
 
 
 def test_the_compared_model_has_the_size_it_is_named_for() -> None:

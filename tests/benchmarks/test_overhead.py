@@ -41,7 +41,7 @@ def test_shares_are_taken_within_rounds() -> None:
 
 
 def test_a_failed_request_ends_it() -> None:
-    with pytest.raises(ManyloraError, match="over HTTP failed"):
+    with pytest.raises(ManyloraError, match="A request failed: ConnectionRefusedError"):
         over_http([Target("http://127.0.0.1:1/v1", "", "a")], OPTIONS, 0)
 
 

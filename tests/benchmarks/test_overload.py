@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from manylora.benchmarks.http.generator import Call, Generator, Target
+from manylora.benchmarks.http.generator import Call, Generator, Load, Target
 from manylora.benchmarks.http.overload import (
     QUIET,
     SHARES,
@@ -32,8 +32,7 @@ def target(model: str) -> Target:
 
 
 def calls(model: str) -> Iterator[Call]:
-    made = Generator(vocab_size=64)
-    return (made.call(target(model), 1, 1) for _ in itertools.count())
+    return Load(targets=[target(model)], at_once=1, prompt_tokens=1).calls(Generator())
 
 
 @pytest.mark.parametrize("factor", [1.0, 20.0])
@@ -56,9 +55,9 @@ def test_the_offered_load_is_what_was_asked_for(factor: float) -> None:
 
 
 def test_answers_differ_in_length_and_no_two_prompts_are_the_same() -> None:
-    options = argparse.Namespace(input_tokens=9, output_tokens=100)
-    varied = vary_lengths(Generator(vocab_size=64), target("m"), options, seed=3)
-    sent = list(itertools.islice(varied, 400))
+    options = argparse.Namespace(input_tokens=9, output_tokens=100, seed=3)
+    varied = vary_lengths(options, [target("m")], 1)
+    sent = list(itertools.islice(varied.calls(Generator()), 400))
     lengths = [call.output_tokens or 0 for call in sent]
     assert min(lengths) in range(50, 60)
     assert max(lengths) in range(141, 151)

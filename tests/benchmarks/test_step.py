@@ -18,7 +18,6 @@ from manylora.adapters.blobs.local import LocalBlobs
 from manylora.benchmarks.engine import step
 from manylora.benchmarks.engine.own_engine import own_engine
 from manylora.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
-from manylora.benchmarks.engine.stored import store_adapters
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE
 from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.engine.build import build_engine
@@ -96,7 +95,7 @@ def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(
 ) -> None:
     config, folder = make_config(tmp_path, vocab_size=VOCAB_SIZE)
     with timed_parts() as clock, own_engine(config) as engine:
-        adapters = store_adapters(engine.parts.ready, engine.blob_dir, [folder], 2)
+        adapters = engine.store_adapters([folder], 2)
         case = step.Case("", 4, adapters, 8)
         step.timed_steps(engine, case, 1, clock)
         first = engine.core.num_steps

@@ -14,9 +14,9 @@ from manylora.memory.geometry import PageGeometry
 
 
 def store_adapter(
-    blobs: LocalBlobs, folder: Path, base: BaseShape, *, max_rank: int = 64
+    blobs: LocalBlobs, folder: Path, base: BaseShape | None, *, max_rank: int = 64
 ) -> AdapterRef:
-    """Commit the weights; the reference names the folder."""
+    """Commit the weights; the reference names the folder. Without a base nothing is checked against it."""
     checkpoint = _read(folder, base, max_rank)
     with blobs.create() as writer:
         writer.write((folder / "adapter_model.safetensors").read_bytes())
@@ -38,6 +38,6 @@ def adapter_pages(
     return plan_layout(_read(folder, base, max_rank).ranks, base, geometry).num_pages
 
 
-def _read(folder: Path, base: BaseShape, max_rank: int) -> Checkpoint:
+def _read(folder: Path, base: BaseShape | None, max_rank: int) -> Checkpoint:
     config, weights = adapter_files(folder)
     return read_checkpoint(config.read_bytes(), weights, base, max_rank)

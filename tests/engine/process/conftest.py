@@ -8,11 +8,10 @@ import pytest
 
 from engine_client import ADAPTERS, DEMO, Engine
 from manylora.adapters.blobs.local import LocalBlobs
-from manylora.adapters.checkpoint.reader import read_checkpoint
 from manylora.adapters.ref import AdapterRef
-from manylora.benchmarks.engine.stored import adapter_ref, store_blob
 from manylora.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from manylora.engine.text.tokenizer import Tokenizer
+from stored_adapters import store_adapter
 
 
 @pytest.fixture(scope="package")
@@ -40,15 +39,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 @pytest.fixture(scope="package")
 def refs(config: Config) -> dict[str, AdapterRef]:
     blobs = LocalBlobs(config.blob_dir)
-    found = {}
-    for name in ADAPTERS:
-        source = DEMO / "adapters" / name
-        weights = source / "adapter_model.safetensors"
-        spec = read_checkpoint(
-            (source / "adapter_config.json").read_bytes(), weights, None, 64
-        ).spec
-        found[name] = adapter_ref(name, spec, store_blob(blobs, weights.read_bytes()))
-    return found
+    return {name: store_adapter(blobs, DEMO / "adapters" / name, None) for name in ADAPTERS}
 
 
 @pytest.fixture(scope="module")

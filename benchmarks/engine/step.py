@@ -24,6 +24,7 @@ from typing import get_args
 
 import torch
 
+from manylora.adapters.base_shape import SITES
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine, random_prompts
 from manylora.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
@@ -73,19 +74,16 @@ class LinearPass:
     """
 
     def __init__(self, weights: WeightFormat = "bf16") -> None:
-        hidden = QWEN.hidden
-        inner = QWEN.intermediate
-        qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
-        shapes = [
-            (qkv, hidden),
-            (hidden, hidden),
-            (2 * inner, hidden),
-            (hidden, inner),
-        ] * QWEN.num_layers
-        self._linears = [
-            (make_linear(_random(*shape), weights=weights), shape[1]) for shape in shapes
+        base = QWEN.base()
+        sites = [
+            (sum(base.site_widths(index)), base.modules[site.modules[0]].in_features)
+            for index, site in enumerate(SITES)
         ]
-        self._linears.append((make_head(_random(VOCAB_SIZE, hidden), weights), hidden))
+        self._linears = [
+            (make_linear(_random(*shape), weights=weights), shape[1])
+            for shape in sites * base.num_layers
+        ]
+        self._linears.append((make_head(_random(VOCAB_SIZE, QWEN.hidden), weights), QWEN.hidden))
 
     @torch.inference_mode()
     def seconds(self, rows: int, head_rows: int) -> float:

@@ -14,9 +14,10 @@ import torch
 
 from manylora import demo
 from manylora.benchmarks.engine.kernels import DTYPE, KernelBench, Work, relative_error
-from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.case_log import Cases
 from manylora.benchmarks.gpu.kernels import SAMPLINGS, result, works_of
 from manylora.benchmarks.gpu.setup import Setup
+from manylora.benchmarks.report import Figures
 from manylora.engine.llm import LLM
 from manylora.engine.sampling_params import SamplingParams
 from manylora.kernels.dispatch import torch_kernels, triton_kernels

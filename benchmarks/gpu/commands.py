@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.case_log import Cases
 from manylora.benchmarks.gpu.setup import Setup
+from manylora.benchmarks.report import Figures
 from manylora.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]

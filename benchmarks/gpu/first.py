@@ -24,13 +24,13 @@ from manylora.benchmarks.gpu.case_log import (
     DONE,
     FAILED,
     UNFINISHED,
-    Figures,
     is_failure,
     line,
     read,
     settle,
 )
 from manylora.benchmarks.gpu.predictions import PREDICTIONS
+from manylora.benchmarks.report import Figures
 from manylora.config import environment
 
 LOG = "first.log"

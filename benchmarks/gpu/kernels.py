@@ -10,14 +10,14 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from manylora.benchmarks.engine.kernels import KernelBench, Work, call_s, relative_error
-from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.case_log import Cases
 from manylora.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
 from manylora.benchmarks.gpu.setup import MAX_TOKENS, Setup
+from manylora.benchmarks.report import Figures
 from manylora.errors import EngineError
 from manylora.kernels.sampling import RowSampling
 from manylora.kernels.triton import plans
@@ -44,27 +44,29 @@ def cases(setup: Setup) -> Cases:
     """Attention, sampling and small operations, LoRA, then the search for constants."""
     long = setup.sized(1024, 64)
     found = dict[str, Callable[[], Figures]]()
+
+    def add(name: str, make: Make, *arguments: object) -> None:
+        found[name] = partial(_operation, setup, make, *arguments)
+
     for context, rows in itertools.product((long, 4 * long, 16 * long), (32, 1, 8, 64)):
         if rows * context <= MAX_TOKENS:
             name = f"attention, {rows} rows, context {context:,}"
-            found[name] = partial(_operation, setup, KernelBench.attention, rows, context)
+            add(name, KernelBench.attention, rows, context)
     for tokens, before in PROMPTS[: setup.sized(3, 1)]:
         name = f"attention, prompt of {tokens} after {before:,}"
-        found[name] = partial(_operation, setup, KernelBench.attention, 1, tokens + before, tokens)
+        add(name, KernelBench.attention, 1, tokens + before, tokens)
     for about, row in SAMPLINGS.items():
-        name = f"{about} sampling, 32 rows"
-        found[name] = partial(
-            _operation, setup, KernelBench.sampling, 32, about, row, setup.vocab_size
-        )
-    found["norm and SiLU, 32 rows"] = partial(_operation, setup, KernelBench.small, 32)
+        add(f"{about} sampling, 32 rows", KernelBench.sampling, 32, about, row, setup.vocab_size)
+    add("norm and SiLU, 32 rows", KernelBench.small, 32)
     for count, rank in itertools.product((32, 1, 8), (16, 8, 64)):
         found[f"LoRA, 32 rows, {count} of rank {rank}"] = partial(_lora, setup, (rank,) * count)
     found["LoRA, mixed ranks as one rank"] = partial(_mixed, setup)
-    found["constants of decode attention"] = partial(_sweep, setup, KernelBench.attention, 32, long)
-    found["constants of prompt attention"] = partial(
-        _sweep, setup, KernelBench.attention, 1, 2 * long, 2 * long
-    )
-    found["constants of LoRA"] = partial(_sweep, setup, KernelBench.lora, (16,) * 32, 32)
+    for name, make, arguments in (
+        ("decode attention", KernelBench.attention, (32, long)),
+        ("prompt attention", KernelBench.attention, (1, 2 * long, 2 * long)),
+        ("LoRA", KernelBench.lora, ((16,) * 32, 32)),
+    ):
+        found[f"constants of {name}"] = partial(_sweep, setup, make, *arguments)
     return found
 
 
@@ -77,9 +79,9 @@ def works_of(made: Work | list[Work]) -> list[Work]:
     return made if isinstance(made, list) else [made]
 
 
-def timed(setup: Setup, works: Sequence[Work]) -> dict[str, Any]:
+def timed(setup: Setup, works: Sequence[Work]) -> Figures:
     """Microseconds of operations beside their floors, all together and each."""
-    parts = list[dict[str, Any]]()
+    parts = list[Figures]()
     for work in works:
         seconds = call_s(work.run, setup.device)
         floor_s = setup.machine.floor_s(work)

@@ -9,10 +9,11 @@ from functools import partial
 import torch
 
 from manylora.benchmarks.engine.kernels import KernelBench, call_s, timings_in_turns
-from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.case_log import Cases
 from manylora.benchmarks.gpu.floors import GOAL_COPY
 from manylora.benchmarks.gpu.setup import Setup, release
 from manylora.benchmarks.model_shapes import MODELS, ModelShape
+from manylora.benchmarks.report import Figures
 
 PAGE_KIB = (256, 768, 2048)
 SPANS_GIB = (8, 32, 64, 100)

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
+
+from manylora.benchmarks.report import Figures
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """A figure of one case, between two bounds."""
 
     low: float
@@ -19,7 +18,7 @@ class Prediction:
     of: str = ""
     """The figure of the same case that the bounds are multiples of; empty where they have the case's unit."""
 
-    def bounds(self, found: Mapping[str, Any]) -> tuple[float, float]:
+    def bounds(self, found: Figures) -> tuple[float, float]:
         """The bounds in the unit of the case.
 
         Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -22,6 +22,7 @@ from manylora.benchmarks.engine.kernels import KernelBench, Machine, measure_mac
 from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
 from manylora.benchmarks.model_shapes import ALL_LINEAR, MODELS, QWEN, ModelShape
 from manylora.benchmarks.qwen_shape import save_random_adapter
+from manylora.benchmarks.report import Figures
 from manylora.config import (
     AdapterConfig,
     Config,
@@ -165,7 +166,7 @@ def release(device: torch.device) -> bool:
     return True
 
 
-def describe_device(device: torch.device) -> dict[str, Any]:
+def describe_device(device: torch.device) -> Figures:
     """The name of a GPU, and its driver, clocks, power and temperature as they are now."""
     if device.type != "cuda":
         return {"gpu": None}

@@ -21,9 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.own_engine import random_prompts
 from manylora.benchmarks.gpu import floors
-from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.case_log import Cases
 from manylora.benchmarks.gpu.setup import MAX_RUNNING, Setup
 from manylora.benchmarks.metrics import distribution
+from manylora.benchmarks.report import Figures
 from manylora.errors import EngineError
 from manylora.kernels.triton.compiles import CompileWatch
 

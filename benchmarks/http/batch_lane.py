@@ -38,8 +38,7 @@ _TARGET = "scheduler.itl_target_ms="
 def measure(options: Namespace) -> Figures:
     """The load alone and beside a batch, sent to the server that the options describe."""
     with chosen_load(options) as load, Client(load.targets[0].url, load.targets[0].key) as client:
-        if options.warmup:
-            uvloop.run(warm_up(load, options.warmup).send())
+        warm_up(load, options.warmup)
         loads = {"alone": _figures(load)}
         batch_id = start_batch(client, upload_lines(client, _bodies(options, load)))
         wait_for_batch(client, batch_id, "in_progress", "completed")

@@ -20,7 +20,6 @@ import uvloop
 from manylora import demo
 from manylora.benchmarks.http.generator import Load, Target, check_replies
 from manylora.benchmarks.http.own_server import TENANT, OwnServer, cluster
-from manylora.benchmarks.http.processes import usage
 from manylora.benchmarks.http.stepped_server import STEP_S
 from manylora.benchmarks.metrics import Reply, percentile, summarise, tokens_per_s
 from manylora.benchmarks.report import (
@@ -47,7 +46,7 @@ def measure(options: Namespace) -> Figures:
     with stepped_cluster() as (replicas, gateways):
         gateway = gateways[0]
         base = gateway.target(TENANT)
-        idle_mib = usage(gateway.pid, has_children=False).mib
+        idle_mib = gateway.usage().mib
         asked = {"direct": replicas, "gateway": [gateway]}
 
         def run(name: str, _: int) -> dict[str, float]:
@@ -114,12 +113,12 @@ def cost(
     replies = uvloop.run(load(asked, options.streams, options.tokens))
     after = cpu_s([gateway]), cpu_s(replicas)
     check_replies(replies)
-    num_tokens = options.streams * options.tokens
-    start_s = replies[0].due_s
     gateway_us, replicas_us = (
-        1e6 * (end_s - begin_s) / num_tokens for begin_s, end_s in zip(before, after, strict=True)
+        1e6 * (end_s - begin_s) / (options.streams * options.tokens)
+        for begin_s, end_s in zip(before, after, strict=True)
     )
     found = summarise(replies)
+    start_s = replies[0].due_s
     end_s = start_s + options.tokens * STEP_S
     return {
         "ttft_p50_ms": found["ttft_ms"]["p50"],
@@ -128,13 +127,13 @@ def cost(
         "tokens_per_s": tokens_per_s(replies, start_s + ARRIVE_S, end_s),
         "gateway_cpu_us": gateway_us,
         "replicas_cpu_us": replicas_us,
-        "gateway_mib": usage(gateway.pid, has_children=False).mib,
+        "gateway_mib": gateway.usage().mib,
     }
 
 
 def cpu_s(servers: Servers) -> float:
     """CPU seconds that the servers' own processes have taken."""
-    return sum(usage(server.pid, has_children=False).cpu_s for server in servers)
+    return sum(server.usage().cpu_s for server in servers)
 
 
 OPTIONS: Options = {

@@ -103,11 +103,8 @@ class EventClient:
         return None
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            _Connection, self._host, self._port, ssl=self._tls
-        )
-        return connection
+        connect = asyncio.get_running_loop().create_connection
+        return (await connect(_Connection, self._host, self._port, ssl=self._tls))[1]
 
 
 class _Connection(asyncio.Protocol):

@@ -8,11 +8,13 @@ import secrets
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from manylora import demo
 from manylora.benchmarks.http.generator import Target
@@ -24,6 +26,7 @@ from manylora.launch.server_process import PROGRAM, running_server
 from manylora.server.auth.admin_key import admin_key
 
 BASE_NAME = "base"
+MIB = 1 << 20
 TENANT = "benchmark"
 READY_WITHIN_S = 600.0
 """Longest wait for a server to start; a large model takes long, and one from a hub is downloaded first."""
@@ -41,6 +44,15 @@ DEMO: Options = {
 _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
 _POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Resources that processes have taken and hold."""
+
+    cpu_s: float
+    mib: float
+    files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,19 @@ class OwnServer:
         with self.client(tenant) as client, ThreadPoolExecutor(_UPLOADS) as threads:
             return list(threads.map(one, range(first, first + count)))
 
+    def usage(self, *, has_children: bool = False) -> Usage:
+        """CPU time, memory and open files of its own process, or of those below it as well."""
+        top = psutil.Process(self.pid)
+        cpu_s = mib = 0.0
+        files = 0
+        for process in [top, *(top.children(recursive=True) if has_children else [])]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a child that has just ended
+                times = process.cpu_times()
+                cpu_s += times.user + times.system
+                mib += process.memory_info().rss / MIB
+                files += process.num_fds()
+        return Usage(cpu_s, mib, files)
+
     def wait_idle(self) -> None:
         """Return once no request runs or waits.
 
@@ -119,7 +144,7 @@ def plain_server(
     folder: Path | None = None,
     program: str = PROGRAM,
     cores: Sequence[int] = (),
-    **variables: str,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[OwnServer]:
     """Serve a model until the block is left.
 
@@ -137,7 +162,7 @@ def plain_server(
     """
     plain = {
         name: value for name, value in environment().items() if not name.startswith("MANYLORA_")
-    } | variables
+    } | dict(variables or {})
     own = [f"--set={setting}" for setting in settings]
     options = ["--model", str(model), "--served-model-name", BASE_NAME, *own]
     with tempfile.TemporaryDirectory(prefix="manylora-") as own_folder:
@@ -179,7 +204,7 @@ def cluster(
 
         def start(role: str, number: int, own: Sequence[str], *how: Any) -> OwnServer:  # noqa: ANN401
             given = [f"server.role={role}", *stores, *own]
-            opened = plain_server(model, given, root / f"{role}{number}", *how, **shared)
+            opened = plain_server(model, given, root / f"{role}{number}", *how, variables=shared)
             return stack.enter_context(opened)
 
         cores = sorted(os.sched_getaffinity(0)) if divides_cores else []

@@ -20,7 +20,6 @@ from pathlib import Path
 from manylora.benchmarks.http.flood import flood
 from manylora.benchmarks.http.generator import Generator, Load, check_replies
 from manylora.benchmarks.http.own_server import OwnServer, plain_server, read_adapter, variant
-from manylora.benchmarks.http.processes import usage
 from manylora.benchmarks.metrics import Reply
 from manylora.benchmarks.qwen_shape import make_checkpoints
 from manylora.benchmarks.report import SETTINGS, Figures, Options, goal, spread_rows, spreads
@@ -109,7 +108,7 @@ def _measure(
             }
 
         def size() -> dict[str, float]:
-            taken = usage(server.pid)
+            taken = server.usage(has_children=True)
             return {"rss_mib": taken.mib, "open_files": taken.files}
 
         def times(count: int) -> list[dict[str, float]]:

@@ -40,8 +40,7 @@ def measure(options: Namespace) -> Figures:
         ManyloraError: The server does not start.
     """
     with chosen_load(options) as load:
-        if options.warmup:
-            uvloop.run(warm_up(load, options.warmup).send())
+        warm_up(load, options.warmup)
         replies = uvloop.run(load.send())
     errors = Counter(reply.error for reply in replies if reply.error).most_common()
     summary = summarise(replies)
@@ -57,10 +56,13 @@ def measure(options: Namespace) -> Figures:
     }
 
 
-def warm_up(load: Load, count: int) -> Load:
-    """At least this number of requests for all targets in turn, with other prompts than those of a load."""
-    count = max(count, len(load.targets))
-    return replace(load, count=count, popularity=None, arrivals_s=None, seed=load.seed + 1000)
+def warm_up(load: Load, count: int) -> None:
+    """Send this number of requests with other prompts than the load's, at least one for each target; 0 sends none."""
+    if count:
+        count = max(count, len(load.targets))
+        seed = load.seed + 1000
+        other = replace(load, count=count, popularity=None, arrivals_s=None, seed=seed)
+        uvloop.run(other.send())
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ class Setup:
             return self.stack.enter_context(own_engine(config))
 
     def adapters(self, ranks: Sequence[int], count: int) -> list[AdapterRef]:
-        """This number of different adapters of these ranks in turn, random in all linear layers."""
+        """Different adapters of these ranks in turn, random in all linear layers."""
         folders = [self.folder / f"rank-{rank}" for rank in ranks]
         for folder, rank in zip(folders, ranks, strict=True):
             save_random_adapter(folder, self.model.base(), ALL_LINEAR, rank, seed=rank)

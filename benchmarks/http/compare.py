@@ -44,7 +44,7 @@ def measure(options: Namespace) -> Figures:
 
 
 def for_peer(options: Namespace, ours: Load) -> Load:
-    """The same load for the peer.
+    """Send the load of Manylora to the peer.
 
     Raises:
         ConfigError: Its models are not as many as Manylora's, or both have one name.

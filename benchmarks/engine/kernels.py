@@ -30,6 +30,8 @@ from manylora.memory.arena import Arena
 from manylora.memory.geometry import SCALE_BYTES
 
 DTYPE = torch.bfloat16
+SCALE = 0.02
+"""Standard deviation of random numbers."""
 LAUNCH_S = 3e-6
 """The least time of one kernel in a CUDA graph."""
 
@@ -69,6 +71,7 @@ class KernelBench:
         num_pages: For keys and values, and for the adapters of a call of `lora`; page 0 is among them.
         kv_dtype: Of keys and values.
         kernels: The operations; those of the device when None.
+        query_scale: Standard deviation of the queries of attention.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class KernelBench:
         num_pages: int,
         kv_dtype: KvDtype = "auto",
         kernels: Kernels | None = None,
+        query_scale: float = SCALE,
     ) -> None:
         self.model = model
+        self.query_scale = query_scale
         self.device = device
         self.num_layers = model.num_layers
         self.base = model.base()
@@ -148,29 +153,16 @@ class KernelBench:
             ),
         ]
 
-    def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> Work:
+    def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> list[Work]:
         """Make the choice of a token for each of `rows` rows."""
         logits = torch.randn(rows, vocab_size).to(self.device)
         columns = SamplingColumns.build([row] * rows, self.device)
-        return Work(
-            f"{about} sampling", lambda _: self.kernels.sample(logits, columns), logits.nbytes
-        )
-
-    def queries(self, count: int) -> torch.Tensor:
-        """Draw `count` query rows, [count, Hq, D]."""
-        model = self.model
-        return self._random(count, model.num_heads * model.head_dim).view(
-            -1, model.num_heads, model.head_dim
-        )
+        name = f"{about} sampling"
+        return [Work(name, lambda _: self.kernels.sample(logits, columns), logits.nbytes)]
 
     def attention(
-        self,
-        rows: int,
-        context: int,
-        query: int = 1,
-        pages: Sequence[int] = (),
-        q: torch.Tensor | None = None,
-    ) -> Work:
+        self, rows: int, context: int, query: int = 1, pages: Sequence[int] = ()
+    ) -> list[Work]:
         """Make decode attention of `rows` requests, or of `query` tokens that end a prompt of `context` tokens.
 
         Their keys and values are in `pages`, which are those from the second on if none are given.
@@ -185,7 +177,8 @@ class KernelBench:
         tables = [pages[row * blocks : (row + 1) * blocks] for row in range(rows)]
         lengths = [query] * rows, [context] * rows
         batch = AttentionBatch.build(tables, *lengths, self.device, geometry.page_tokens)
-        q = self.queries(rows * query) if q is None else q
+        q = self._random(rows * query, model.num_heads * model.head_dim, self.query_scale)
+        q = q.view(-1, model.num_heads, model.head_dim)
         vector_bytes = geometry.head_dim * geometry.dtype_bytes
         stored = ""
         if geometry.is_kv_int8:
@@ -201,14 +194,14 @@ class KernelBench:
 
         flops = 4 * len(q) * (context - query / 2) * model.num_heads * model.head_dim
         name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
-        return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
+        return [Work(name, attend, kv_bytes + 2 * q.nbytes, flops)]
 
     def _kv(self, layer: int) -> KvLayer:
         return KvLayer(*self.arena.kv(layer), self.arena.kv_scales(layer))
 
-    def _random(self, rows: int, width: int) -> torch.Tensor:
+    def _random(self, rows: int, width: int, scale: float = SCALE) -> torch.Tensor:
         """Random numbers, drawn on the host, so that those for two devices can be the same."""
-        return torch.randn(rows, width).mul_(0.02).to(self.device, DTYPE)
+        return torch.randn(rows, width).mul_(scale).to(self.device, DTYPE)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from manylora import demo
-from manylora.benchmarks.engine.kernels import DTYPE, KernelBench, Work, relative_error
+from manylora.benchmarks.engine.kernels import KernelBench, Work, relative_error
 from manylora.benchmarks.gpu.case_log import Cases
-from manylora.benchmarks.gpu.kernels import SAMPLINGS, result, works_of
+from manylora.benchmarks.gpu.kernels import SAMPLINGS, result
 from manylora.benchmarks.gpu.setup import Setup
 from manylora.benchmarks.report import Figures
 from manylora.engine.llm import LLM
@@ -37,11 +37,9 @@ def cases(setup: Setup) -> Cases:
     context = setup.sized(777, 40)
     query = setup.sized(200, 20)
     ranks = RANKS[: setup.sized(4, 2)]
-    makes: dict[str, Callable[[KernelBench], Work | list[Work]]] = {
-        "decode attention": lambda bench: bench.attention(ROWS, context, q=_queries(bench, ROWS)),
-        "prompt attention": lambda bench: bench.attention(
-            1, context, query, q=_queries(bench, query)
-        ),
+    makes: dict[str, Callable[[KernelBench], list[Work]]] = {
+        "decode attention": lambda bench: bench.attention(ROWS, context),
+        "prompt attention": lambda bench: bench.attention(1, context, query),
         "LoRA": lambda bench: bench.lora(ranks, ROWS),
         "norm and SiLU": lambda bench: bench.small(ROWS),
         **{
@@ -91,12 +89,17 @@ def _demo(setup: Setup) -> Figures:
 
 
 @torch.inference_mode()
-def _compare(setup: Setup, make: Callable[[KernelBench], Work | list[Work]]) -> Figures:
+def _compare(setup: Setup, make: Callable[[KernelBench], list[Work]]) -> Figures:
     """The largest relative error of an operation in Triton, beside torch operators on a CPU over the same data."""
     model = replace(setup.model, num_layers=LAYERS)
     pages = setup.sized(1024, 64)
-    plain = KernelBench(model, torch.device("cpu"), pages, kernels=torch_kernels())
-    ours = KernelBench(model, setup.device, pages, kernels=triton_kernels())
+    plain, ours = (
+        KernelBench(model, device, pages, kernels=kernels, query_scale=SPREAD)
+        for device, kernels in (
+            (torch.device("cpu"), torch_kernels()),
+            (setup.device, triton_kernels()),
+        )
+    )
     plain.arena.elements.normal_(std=SPREAD)
     ours.arena.elements.copy_(plain.arena.elements)
     errors = {}
@@ -110,15 +113,10 @@ def _compare(setup: Setup, make: Callable[[KernelBench], Work | list[Work]]) -> 
     }
 
 
-def _seeded(make: Callable[[KernelBench], Work | list[Work]], bench: KernelBench) -> list[Work]:
+def _seeded(make: Callable[[KernelBench], list[Work]], bench: KernelBench) -> list[Work]:
     torch.manual_seed(0)
-    return works_of(make(bench))
+    return make(bench)
 
 
-def _queries(bench: KernelBench, count: int) -> torch.Tensor:
-    shape = count, bench.model.num_heads, bench.model.head_dim
-    return (torch.randn(shape) * SPREAD).to(bench.device, DTYPE)
-
-
-def _sampling(setup: Setup, about: str, bench: KernelBench) -> Work:
+def _sampling(setup: Setup, about: str, bench: KernelBench) -> list[Work]:
     return bench.sampling(ROWS, about, SAMPLINGS[about], setup.vocab_size)

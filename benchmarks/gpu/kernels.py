@@ -36,8 +36,8 @@ SAMPLINGS = {
     "top-k": RowSampling(temperature=0.8, top_k=40, uniform=0.5),
     "top-k and top-p": RowSampling(temperature=0.8, top_k=40, top_p=0.9, uniform=0.5),
 }
-Make = Callable[..., Work | list[Work]]
-"""A method of `KernelBench` that makes one operation, or several that belong together."""
+Make = Callable[..., list[Work]]
+"""A method of `KernelBench` that makes an operation, or several that belong together."""
 
 
 def cases(setup: Setup) -> Cases:
@@ -71,12 +71,7 @@ def cases(setup: Setup) -> Cases:
 
 
 def _operation(setup: Setup, make: Make, *arguments: object) -> Figures:
-    return timed(setup, works_of(make(setup.bench, *arguments)))
-
-
-def works_of(made: Work | list[Work]) -> list[Work]:
-    """One or more operations as a list."""
-    return made if isinstance(made, list) else [made]
+    return timed(setup, make(setup.bench, *arguments))
 
 
 def timed(setup: Setup, works: Sequence[Work]) -> Figures:
@@ -144,7 +139,7 @@ def _sweep(setup: Setup, make: Make, *arguments: object) -> Figures:
 
     `tried` has the microseconds with each choice, or why it cannot be taken.
     """
-    works = works_of(make(setup.bench, *arguments))
+    works = make(setup.bench, *arguments)
     plans.asked.clear()
     expected = [result(work) for work in works]
 

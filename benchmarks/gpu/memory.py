@@ -68,7 +68,7 @@ def _scattered(setup: Setup, model: ModelShape) -> Figures:
         # The toy's arena has 64 MiB, which stand for as many GiB.
         span = max(count, gib * setup.sized(1 << 30, 1 << 20) // bench.geometry.page_bytes)
         if span < bench.arena.num_pages:
-            work = bench.attention(rows, context, pages=scattered_pages(count, span))
+            (work,) = bench.attention(rows, context, pages=scattered_pages(count, span))
             us_by_gib[gib] = 1e6 * call_s(work.run, setup.device)
     return {
         "measured": max(us_by_gib.values()),

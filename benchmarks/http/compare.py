@@ -44,7 +44,7 @@ def measure(options: Namespace) -> Figures:
 
 
 def for_peer(options: Namespace, ours: Load) -> Load:
-    """Send the load of Manylora to the peer.
+    """Make the load of the peer from that of Manylora.
 
     Raises:
         ConfigError: Its models are not as many as Manylora's, or both have one name.

@@ -231,10 +231,10 @@ def test_the_best_constants_are_found_one_after_the_other(
     def asked() -> dict[str, int]:
         return plans.plan("items", BLOCK_N=64, num_stages=2, SPLIT=1)
 
-    def attention(*_: object) -> Work:
-        return Work(
-            "attention", lambda _: torch.tensor([5.0 if asked()["SPLIT"] == 1 else 6.0]), 1.0
-        )
+    def attention(*_: object) -> list[Work]:
+        return [
+            Work("attention", lambda _: torch.tensor([5.0 if asked()["SPLIT"] == 1 else 6.0]), 1.0)
+        ]
 
     def seconds(_run: object, _device: object) -> float:
         found = asked()

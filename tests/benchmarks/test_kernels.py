@@ -37,7 +37,7 @@ def test_adapters_that_the_pages_do_not_hold_are_refused() -> None:
 
 
 def test_attention_reads_keys_and_values_as_they_are_stored() -> None:
-    wide, int8 = (
+    (wide,), (int8,) = (
         KernelBench(SMALL, CPU, NUM_PAGES, kv_dtype).attention(2, 1000)
         for kv_dtype in ("auto", "int8")
     )

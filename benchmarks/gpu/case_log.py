@@ -30,64 +30,58 @@ UNFINISHED = 3
 """The exit status when the time was up before the last case."""
 
 
-class CaseLog:
-    """The file of one verb. A file of another commit or GPU is renamed, and a new one begun.
+def run_cases(
+    path: Path,
+    about: Figures,
+    cases: Cases,
+    seconds: float,
+    is_well: Callable[[], bool] = lambda: True,
+) -> int:
+    """Run what the file of a verb does not have; stops before a case that would probably not end in time.
 
     Args:
-        path: The file.
+        path: The file. One of another commit or GPU is renamed, and a new one begun.
         about: What is the same for all cases, `commit` and `gpu` among it. That of the last run is kept.
+        cases: To run.
+        seconds: For all of them, from now on.
+        is_well: Asked after an error whether the device still works.
+
+    Returns:
+        The exit status.
     """
+    kept = read(path)
+    if any(kept.get(name, about[name]) != about[name] for name in ("commit", "gpu")):
+        path.rename(path.with_stem(f"{path.stem} {kept['gpu']} {kept['commit']}"))
+        kept = read(path)
+    found_by_name: dict[str, Figures] = kept["cases"]
 
-    def __init__(self, path: Path, about: Figures) -> None:
-        self._path = path
-        self._about = about
-        self.found: dict[str, Figures] = {}
-        """By the name of the case."""
-        if path.exists():
-            kept = json.loads(path.read_text())
-            if all(kept[name] == about[name] for name in ("commit", "gpu")):
-                self.found = kept["cases"]
-            else:
-                path.rename(path.with_stem(f"{path.stem} {kept['gpu']} {kept['commit']}"))
+    def keep(name: str, found: Figures) -> None:
+        found_by_name[name] = found
+        write(path, {**about, "cases": found_by_name})
 
-    def run(self, cases: Cases, seconds: float, is_well: Callable[[], bool] = lambda: True) -> int:
-        """Run what the file does not have; stops before a case that would probably not end in time.
-
-        Args:
-            cases: To run.
-            seconds: For all of them, from now on.
-            is_well: Asked after an error whether the device still works.
-
-        Returns:
-            The exit status.
-        """
-        end_s = time.monotonic() + seconds
-        longest_s = 0.0
-        for name in [name for name in cases if name not in self.found]:
-            start_s = time.monotonic()
-            if start_s + longest_s > end_s:
-                print("time is up: run it again to go on", flush=True)
-                return UNFINISHED
-            self._keep(name, {"error": UNFINISHED_CASE})
-            try:
-                found = cases[name]()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next case may work
-                found = {
-                    "error": f"{type(error).__name__}: {error}",
-                    "traceback": traceback.format_exc(),
-                }
-            found["seconds"] = time.monotonic() - start_s
-            longest_s = max(longest_s, found["seconds"])
-            self._keep(name, found)
-            print(line(name, found), flush=True)
-            if "error" in found and not is_well():
-                print("the device is lost: run it again to go on", flush=True)
-                return FAILED
-        return FAILED if any(is_failure(self.found[name]) for name in cases) else DONE
-
-    def _keep(self, name: str, found: Figures) -> None:
-        self.found[name] = found
-        write(self._path, {**self._about, "cases": self.found})
+    end_s = time.monotonic() + seconds
+    longest_s = 0.0
+    for name in [name for name in cases if name not in found_by_name]:
+        start_s = time.monotonic()
+        if start_s + longest_s > end_s:
+            print("time is up: run it again to go on", flush=True)
+            return UNFINISHED
+        keep(name, {"error": UNFINISHED_CASE})
+        try:
+            found = cases[name]()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next case may work
+            found = {
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }
+        found["seconds"] = time.monotonic() - start_s
+        longest_s = max(longest_s, found["seconds"])
+        keep(name, found)
+        print(line(name, found), flush=True)
+        if "error" in found and not is_well():
+            print("the device is lost: run it again to go on", flush=True)
+            return FAILED
+    return FAILED if any(is_failure(found_by_name[name]) for name in cases) else DONE
 
 
 def write(path: Path, content: Figures) -> None:

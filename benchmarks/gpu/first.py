@@ -171,6 +171,7 @@ class FirstLook:
             is_last: Whether the time is up then: the case that it is in is no failure.
         """
         limits = ["--out", str(self.out), "--seconds", str(limit_s)]
+        is_interpreted = "--tiny" in self.options and piece.verb == "agree"
         path = self.out / LOG
         why = ""
         with path.open("a") as log:
@@ -181,7 +182,7 @@ class FirstLook:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # it is ended with all that it starts
-                env=interpreting() if "--tiny" in self.options and piece.verb == "agree" else None,
+                env=environment() | ({"TRITON_INTERPRET": "1"} if is_interpreted else {}),
             )
             try:
                 status = process.wait(limit_s)
@@ -210,11 +211,6 @@ def row(verb: str, name: str, found: Figures) -> list[str]:
         return [shown, "", ""]
     low, high = PREDICTIONS[verb, name].bounds(found)
     return [shown, f"{low:,.4g} to {high:,.4g}", f"{measured / min(max(measured, low), high):.2f}"]
-
-
-def interpreting() -> dict[str, str]:
-    """The environment of a process in which Triton's kernels run in its interpreter."""
-    return {**environment(), "TRITON_INTERPRET": "1"}
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from typing import get_args
 import torch
 
 from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, step
-from manylora.benchmarks.gpu.case_log import CaseLog, Cases
+from manylora.benchmarks.gpu.case_log import Cases, run_cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
 from manylora.benchmarks.report import Options, make_parser, provenance
 from manylora.config import KvDtype, environment
@@ -106,11 +106,11 @@ def run_verb(setup: Setup, options: Namespace) -> int:
         about["machine"] = asdict(setup.machine)
     ways = {"eager": options.eager, "cpu": options.cpu, "int8": options.kv_dtype == "int8"}
     name = "-".join([verb, *(way for way, is_taken in ways.items() if is_taken)])
-    log = CaseLog(setup.out / f"{name}.json", about)
+    path = setup.out / f"{name}.json"
     cases = VERBS[verb](setup).items()
     chosen = {name: case for name, case in cases if re.search(options.only, name)}
     with setup.stack:
-        return log.run(chosen, options.seconds, partial(release, setup.device))
+        return run_cases(path, about, chosen, options.seconds, partial(release, setup.device))
 
 
 def run_first(setup: Setup, options: Namespace) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from manylora.benchmarks.engine.kernels import Machine, Work, call_s
 from manylora.benchmarks.gpu import case_log, floors, kernels, memory, step
-from manylora.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, CaseLog, is_failure, line
+from manylora.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, is_failure, line, run_cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
 from manylora.benchmarks.gpu.verbs import VERBS
 from manylora.benchmarks.model_shapes import MODELS
@@ -65,7 +65,7 @@ def test_each_case_is_in_the_file_as_soon_as_it_ended(tmp_path: Path, recorder: 
         return {"measured": 3.5}
 
     cases = {"first": recorder.case("first", measured=2.5), "second": look}
-    assert CaseLog(path, ABOUT).run(cases, 60) == DONE
+    assert run_cases(path, ABOUT, cases, 60) == DONE
     kept = json.loads(path.read_text())["cases"]
     assert kept == {
         "first": {"measured": 2.5, "seconds": 1.0},
@@ -78,22 +78,22 @@ def test_what_the_file_has_is_not_run_again(
     tmp_path: Path, recorder: Recorder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, cases = tmp_path / "verb.json", {name: recorder.case(name, seconds=4) for name in "abcd"}
-    assert CaseLog(path, ABOUT).run(cases, 11) == UNFINISHED
+    assert run_cases(path, ABOUT, cases, 11) == UNFINISHED
     assert recorder.ran == ["a", "b"], "a third would probably end after 12 seconds"
     assert "time is up: run it again to go on" in capsys.readouterr().out
-    assert CaseLog(path, {**ABOUT, "nvidia_smi": ["70"]}).run(cases, 11) == DONE
+    assert run_cases(path, {**ABOUT, "nvidia_smi": ["70"]}, cases, 11) == DONE
     assert recorder.ran == ["a", "b", "c", "d"]
-    assert CaseLog(path, ABOUT).run(cases, 0) == DONE
+    assert run_cases(path, ABOUT, cases, 0) == DONE
 
 
 def test_a_case_that_fails_is_kept_and_the_rest_goes_on(tmp_path: Path, recorder: Recorder) -> None:
     path = tmp_path / "verb.json"
     cases = {"bad": recorder.case("bad", raises="out of memory"), "good": recorder.case("good")}
-    assert CaseLog(path, ABOUT).run(cases, 60) == FAILED
+    assert run_cases(path, ABOUT, cases, 60) == FAILED
     kept = json.loads(path.read_text())["cases"]
     assert kept["bad"]["error"] == "RuntimeError: out of memory"
     assert "raise RuntimeError" in kept["bad"]["traceback"]
-    assert CaseLog(path, ABOUT).run(cases, 60) == FAILED
+    assert run_cases(path, ABOUT, cases, 60) == FAILED
     assert recorder.ran == ["bad", "good"]
 
 
@@ -104,10 +104,10 @@ def test_nothing_is_run_on_a_device_that_is_lost(
         tmp_path / "verb.json",
         {"bad": recorder.case("bad", raises="CUDA"), "good": recorder.case("good")},
     )
-    assert CaseLog(path, ABOUT).run(cases, 60, lambda: False) == FAILED
+    assert run_cases(path, ABOUT, cases, 60, lambda: False) == FAILED
     assert recorder.ran == ["bad"]
     assert "the device is lost: run it again to go on" in capsys.readouterr().out
-    assert CaseLog(path, ABOUT).run(cases, 60, lambda: False) == FAILED
+    assert run_cases(path, ABOUT, cases, 60, lambda: False) == FAILED
     assert recorder.ran == ["bad", "good"]
 
 
@@ -119,8 +119,8 @@ def test_a_case_in_which_the_process_died_is_left_out_the_next_time(
 
     path, cases = tmp_path / "verb.json", {"deadly": die, "good": recorder.case("good")}
     with pytest.raises(KeyboardInterrupt):
-        CaseLog(path, ABOUT).run(cases, 60)
-    assert CaseLog(path, ABOUT).run(cases, 60) == FAILED
+        run_cases(path, ABOUT, cases, 60)
+    assert run_cases(path, ABOUT, cases, 60) == FAILED
     assert recorder.ran == ["good"]
 
 
@@ -129,9 +129,9 @@ def test_figures_of_another_commit_or_gpu_are_kept_apart(
     tmp_path: Path, recorder: Recorder, other: dict[str, str]
 ) -> None:
     path, cases = tmp_path / "verb.json", {"one": recorder.case("one")}
-    CaseLog(path, ABOUT | other).run(cases, 60)
+    run_cases(path, ABOUT | other, cases, 60)
     before = path.read_text()
-    assert CaseLog(path, ABOUT).run(cases, 60) == DONE
+    assert run_cases(path, ABOUT, cases, 60) == DONE
     assert recorder.ran == ["one", "one"]
     about = {**ABOUT, **other}
     assert (tmp_path / f"verb {about['gpu']} {about['commit']}.json").read_text() == before

@@ -123,7 +123,7 @@ def _transformers(base: Path, folders: Sequence[Path]) -> Generate:
     model.generation_config.eos_token_id = None
     names = [f"adapter{index}" for index in range(len(folders))]
     for name, folder in zip(names, folders, strict=True):
-        how = {"adapter_name": name, "autocast_adapter_dtype": False}
+        how: dict[str, Any] = {"adapter_name": name, "autocast_adapter_dtype": False}
         if name == names[0]:
             model = PeftModel.from_pretrained(model, folder, **how)
         else:

@@ -150,9 +150,11 @@ def make_cases(engine: OwnEngine, adapters: Sequence[Path], options: Namespace) 
             if rows >= len(refs):
                 cases.append(Case(f"decode, {rows} of 8 {about}", rows, refs, length))
     tokens = options.prefill
-    for about, refs in (("base", [None]), ("rank 64", mixed[3:4])) if tokens else ():
+    long: list[tuple[str, Sequence[AdapterRef | None]]]
+    long = [("base", [None]), ("rank 64", mixed[3:4])] if tokens else []
+    for about, chosen in long:
         cases.append(
-            Case(f"prompt of {tokens:,} tokens, {about}", 1, refs, tokens, is_prefill=True)
+            Case(f"prompt of {tokens:,} tokens, {about}", 1, chosen, tokens, is_prefill=True)
         )
     return cases
 

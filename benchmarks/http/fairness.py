@@ -165,7 +165,7 @@ def _watch_steps(options: Namespace, server: OwnServer) -> float:
     """Time the steps of an engine while nothing but the flood is there; in seconds per step."""
 
     def num_steps() -> float:
-        return statistics.mean(engine["num_steps"] for engine in server.engines())
+        return statistics.mean(int(engine["num_steps"]) for engine in server.engines())
 
     first = num_steps()
     start_s = time.perf_counter()

@@ -128,7 +128,7 @@ def vary_lengths(options: Namespace, targets: Sequence[Target], at_once: int) ->
 
 
 async def measure_capacity(
-    options: Namespace, targets: Mapping[str, Sequence[Target]]
+    options: Namespace, targets: Mapping[str, list[Target]]
 ) -> tuple[float, float]:
     """Measure the capacity by a closed loop of the tenants in their shares, with the quiet tenant beside it.
 

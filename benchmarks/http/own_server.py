@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -202,9 +201,16 @@ def cluster(
             f"registry.blob_url={root}/blobs",
         ]
 
-        def start(role: str, number: int, own: Sequence[str], *how: Any) -> OwnServer:  # noqa: ANN401
+        def start(
+            role: str,
+            number: int,
+            own: Sequence[str],
+            program: str = PROGRAM,
+            cores: Sequence[int] = (),
+        ) -> OwnServer:
             given = [f"server.role={role}", *stores, *own]
-            opened = plain_server(model, given, root / f"{role}{number}", *how, variables=shared)
+            folder = root / f"{role}{number}"
+            opened = plain_server(model, given, folder, program, cores, shared)
             return stack.enter_context(opened)
 
         cores = sorted(os.sched_getaffinity(0)) if divides_cores else []

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.generation import unsupported_params
-from manylora.server.generation.schemas import GenerationBody, GenerationView
-from manylora.server.generation.vllm_fields import PromptView, TokenIdsView
+from manylora.server.generation.schemas import (
+    GenerationBody,
+    GenerationView,
+    PromptView,
+    TokenIdsView,
+)
 from manylora.server.http.bodies import Body, StoredBody, View
 from manylora.server.http.wrong_value import shown
 from manylora.server.tools.schemas import (
@@ -22,6 +28,7 @@ from manylora.server.tools.schemas import (
     parse_tool_choice,
 )
 
+TEXT_ONLY = "The model reads and writes text only, and Manylora runs no tools."
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_KWARGS_LENGTH = 16 * 1024
@@ -101,27 +108,58 @@ _TEXTS = {"text": "text", "refusal": "refusal"}
 """The field with the text of a part, by its type."""
 
 
-def _content(value: object) -> str:
-    """A message's text, given as a string or as parts that have a text."""
+def kind_of(value: object, known: Collection[str], param: str, default: str = "") -> str:
+    """The type of a part, an item or a tool.
+
+    Args:
+        value: What a client sent.
+        known: The types that are taken.
+        param: Where it stands in the body.
+        default: The type of an object that has none.
+
+    Raises:
+        UnsupportedParameterError: It is another one, which the error names.
+    """
+    kind = str(value.get("type") or default) if isinstance(value, dict) else shown(value)
+    if kind not in known:
+        message = f"{param} takes the type {' or '.join(known)}, got {kind[:40]}."
+        raise UnsupportedParameterError(f"{message} {TEXT_ONLY}", param=param)
+    return kind
+
+
+def with_kinds(known: Collection[str], param: str, default: str = "") -> BeforeValidator:
+    """Checks the type of each entry of a list before all else, as `kind_of` does."""
+
+    def check(value: object) -> object:
+        for index, each in enumerate(value if isinstance(value, list) else []):
+            kind_of(each, known, f"{param}.{index}", default)
+        return value
+
+    return BeforeValidator(check)
+
+
+def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = "") -> str:
+    """The text of a content: a string, or a list of parts.
+
+    Args:
+        value: What a client sent.
+        kinds: The field with the text, by the type of a part.
+        param: Where it stands in the body.
+        between: What stands between the texts of two parts.
+
+    Raises:
+        InvalidRequestError: Not such a content.
+        UnsupportedParameterError: A part of another type.
+    """
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value:
-        texts = []
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if not isinstance(kind, str) or kind not in _TEXTS:
-                given = kind[:40] if isinstance(kind, str) else shown(part)
-                message = f"Manylora takes message parts of type text only, got {given}."
-                raise UnsupportedParameterError(message, param="messages")
-            if type(part.get(_TEXTS[kind])) is not str:
-                raise InvalidRequestError(
-                    "A text part holds type and text, a string.", param="messages"
-                )
-            texts.append(part[_TEXTS[kind]])
-        return "".join(texts)
-    raise InvalidRequestError(
-        "A message's content must be a string or a list of text parts.", param="messages"
-    )
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{param} must be a string or a list of parts.", param=param)
+    kinds_given = [kind_of(part, kinds, param) for part in value]
+    texts = [part.get(kinds[kind]) for part, kind in zip(value, kinds_given, strict=True)]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError(f"Each part of {param} must have its text.", param=param)
+    return between.join(texts)
 
 
 class TextPart(BaseModel):
@@ -131,6 +169,11 @@ class TextPart(BaseModel):
     text: str
 
 
+_Text = BeforeValidator(
+    partial(text_of, kinds=_TEXTS, param="messages"), json_schema_input_type=str | list[TextPart]
+)
+
+
 class Message(StoredBody):
     """One turn of a chat."""
 
@@ -138,7 +181,7 @@ class Message(StoredBody):
     hints = unsupported_params.MESSAGE_HINTS
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[str, _Text]
     name: str | None = Field(None, max_length=64)
     """The model sees it in messages of role tool only."""
     tool_calls: list[Call] = Field(default_factory=list, max_length=MAX_TOOLS)

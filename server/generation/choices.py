@@ -24,8 +24,8 @@ from manylora.server.limits.gate import Admission
 from manylora.server.process.threads import cancel_all
 
 if TYPE_CHECKING:
-    from manylora.engine.process.client import EngineClient
     from manylora.engine.text.tokenizer import Tokenizer
+    from manylora.server.core_services import Engine
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:
@@ -109,7 +109,7 @@ def choices_of(
     choices = []
     beam = body.beam
     count = body.num_candidates
-    for prompt_index, (prompt, params) in enumerate(prompts):
+    for prompt_index, prompt in enumerate(prompts.prompts):
         shown_ids = prompt.answer.shown_ids if prompt.answer is not None else NONE_SHOWN
         first = prompt_index * count
         for choice_index in range(count):
@@ -117,13 +117,13 @@ def choices_of(
             request = GenerationRequest(
                 request_id=f"{ledger_id}-{first + fork_index}",
                 prompt_token_ids=prompt.token_ids,
-                params=params,
+                params=prompts.params,
                 adapter=adapter,
                 flow=flow,
                 choice_index=fork_index,
                 fork_of=f"{ledger_id}-{first}" if fork_index else None,
                 beam=beam,
-                grammar=prompt.grammar,
+                grammar=prompts.grammar,
             )
             choices.append(
                 Choice(
@@ -131,7 +131,7 @@ def choices_of(
                     prompt_index=prompt_index,
                     prompt=prompt,
                     request=request,
-                    text=TextStream(tokenizer, params, prompt.token_ids, shown_ids),
+                    text=TextStream(tokenizer, prompts.params, prompt.token_ids, shown_ids),
                 )
             )
     return choices
@@ -152,7 +152,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         choices: Sequence[Choice],
         may_grow: Callable[[int], bool] = lambda _: True,
         admission: Admission | None = None,

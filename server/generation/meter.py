@@ -19,12 +19,12 @@ import structlog
 from manylora.engine.request import AdapterState
 from manylora.errors import ManyloraError
 from manylora.registry.records import UsageEvent
+from manylora.server.core_services import CoreServices
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
 from manylora.server.hop import Counts
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.services import Services
-from manylora.server.versions.names import ResolvedModel
+from manylora.server.versions.resolved_model import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128
@@ -44,7 +44,7 @@ class Meter:
 
     def __init__(
         self,
-        services: Services,
+        services: CoreServices,
         reservation: LimitReservation,
         model: ResolvedModel,
         event: Callable[..., UsageEvent],
@@ -131,7 +131,7 @@ class Meter:
         marked_tokens, marked_s = self._marked
         if tokens - marked_tokens >= MARK_TOKENS or now - marked_s >= MARK_S:
             self._marked = (tokens, now)
-            self._services.registry.usage.progress(self._event("interrupted"))
+            self._services.ledger.progress(self._event("interrupted"))
 
     async def finish(self, status: str) -> None:
         """Record the event; later calls do nothing.
@@ -146,7 +146,7 @@ class Meter:
         if event is None:
             return
         try:
-            await self._services.registry.usage.record(event)
+            await self._services.ledger.record(event)
         finally:
             self.settle(event)
 

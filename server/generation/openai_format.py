@@ -1,34 +1,29 @@
-"""Choices in OpenAI's two dialects, whole and in chunks. One shape object serves one request."""
+"""Answers in OpenAI's two dialects, whole and in chunks. Knows neither sockets nor bills."""
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count, zip_longest
-from typing import cast
 
 from manylora.engine.request import TokenLogprobs
 from manylora.engine.text.text_stream import TextDelta, settled_text
 from manylora.engine.text.tokenizer import Tokenizer
+from manylora.errors import ManyloraError
+from manylora.server.errors import error_body
+from manylora.server.generation.answer_parts import AnswerPart, JsonObject, merge
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Choice, ChoiceStep
-from manylora.server.generation.schemas import CompletionBody, GenerationBody
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.schemas import CompletionBody, GenerationBody, StreamOptions
+from manylora.server.http import sse
 from manylora.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
-
-
-def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
-    """Append the lists of several pieces, key by key; None when there is no piece."""
-    found = [piece for piece in pieces if piece is not None]
-    return (
-        {key: [value for piece in found for value in piece[key]] for key in found[0]}
-        if found
-        else None
-    )
 
 
 def token_label(tokenizer: Tokenizer, token_id: int) -> str:
@@ -49,39 +44,78 @@ def _top(entry: TokenLogprobs, count: int | None) -> list[tuple[int, float]]:
     return list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:count]
 
 
-JsonObject = dict[str, object]
+class OpenAIAnswer(ABC):
+    """One dialect: makes the parts of an answer, and writes them, whole or as the chunks of a stream.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerPart:
-    """One choice as one step, or all steps, have it."""
-
-    text: str
-    reasoning: str = ""
-    calls: tuple[CallPiece, ...] = ()
-    logprobs: dict[str, list[object]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    """None where the client did not ask for them."""
-
-
-class AnswerShape(ABC):
-    """One dialect."""
+    Args:
+        body: The request.
+        tokenizer: Shows its tokens.
+        meter: The tokens delivered so far.
+        head: `created`, `model`, `system_fingerprint`: the same in every chunk.
+    """
 
     whole_object: str
     chunk_object: str
     id_prefix: str
 
-    def __init__(self, body: GenerationBody, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, body: GenerationBody, tokenizer: Tokenizer, meter: Meter, head: JsonObject
+    ) -> None:
         self._asked = body
         self._tokenizer = tokenizer
+        self._meter = meter
+        self._head: JsonObject = {"id": self.id_prefix + secrets.token_hex(16), **head}
+        self._chunk_head = {"object": self.chunk_object, **self._head}
+        self._options = body.stream_options or StreamOptions()
+        self._opened: set[int] = set()
+        """Choices whose first chunk was written."""
         by_id = body.return_tokens_as_token_ids
         self._label: Callable[[int], str] = (
             "token_id:{}".format if by_id else partial(token_label, tokenizer)
         )
         self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
         """By prompt."""
+
+    def whole(self, ends: Sequence[tuple[Choice, AnswerPart]]) -> JsonObject:
+        """The body of an answer that is not streamed; all that each choice says is one part."""
+        choices = [
+            self.whole_choice(replace(choice, index=index), end)
+            for index, (choice, end) in enumerate(ends)
+        ]
+        head = {"object": self.whole_object, **self._head, **self.extras(ends[0][0])}
+        return {**head, "choices": choices, "usage": self._meter.usage.model_dump()}
+
+    def events(self, step: ChoiceStep, part: AnswerPart) -> bytes:
+        """The chunk of a step; before a choice's first one, the chunk that opens it."""
+        payload = b""
+        if step.choice.index not in self._opened:
+            payload = self.opening(step.choice)
+        if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
+            payload += self.chunk(self.chunk_choice(step.choice, part))
+        self._opened.add(step.choice.index)
+        return payload
+
+    def closing(self) -> bytes:
+        """`[DONE]`, after the usage where it is asked for."""
+        if not self._options.include_usage:
+            return sse.DONE
+        return (
+            sse.event({**self._chunk_head, "choices": [], "usage": self._meter.usage.model_dump()})
+            + sse.DONE
+        )
+
+    def failure(self, error: ManyloraError) -> bytes:
+        """The end of a stream that an error cuts: an event like the body of an error."""
+        return sse.event(error_body(error))
+
+    def chunk(self, choice: JsonObject, **extras: object) -> bytes:
+        """The event of an entry of `choices`, with fields beside it."""
+        chunk: JsonObject = {**self._chunk_head, **extras, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._meter.usage.model_dump()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return sse.event(chunk)
 
     def part(self, step: ChoiceStep) -> AnswerPart:
         """The part that a step adds; called once per step, in order."""
@@ -137,10 +171,10 @@ class AnswerShape(ABC):
     def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """An entry of `choices` in a chunk."""
 
-    def opening_choice(self, choice: Choice) -> JsonObject | None:
-        """An entry of `choices` that goes before a choice's first chunk."""
+    def opening(self, choice: Choice) -> bytes:
+        """The event that goes before a choice's first chunk."""
         del choice
-        return None
+        return b""
 
     def extras(self, choice: Choice) -> JsonObject:
         """Fields beside `choices`, of a whole answer and of the chunk that opens a choice."""
@@ -148,19 +182,19 @@ class AnswerShape(ABC):
         return {}
 
 
-class CompletionShape(AnswerShape):
+class CompletionAnswer(OpenAIAnswer):
     """/v1/completions."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, body: CompletionBody, tokenizer: Tokenizer) -> None:
-        super().__init__(body, tokenizer)
+    def __init__(
+        self, body: CompletionBody, tokenizer: Tokenizer, meter: Meter, head: JsonObject
+    ) -> None:
+        super().__init__(body, tokenizer, meter, head)
         self._body = body
         self._echoed: dict[int, str] = {}
-        self._opened: set[int] = set()
-        """Choices that have said what there is to say of their prompt."""
 
     def text(self, step: ChoiceStep) -> str:
         """The step's text, after the prompt's own where that is echoed."""
@@ -190,7 +224,6 @@ class CompletionShape(AnswerShape):
     def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`text`, `logprobs`, `finish_reason`; with the first chunk, facts of the prompt."""
         facts = self.prompt_facts(choice) if choice.index not in self._opened else {}
-        self._opened.add(choice.index)
         return {
             "index": choice.index,
             "text": part.text,
@@ -235,15 +268,17 @@ class CompletionShape(AnswerShape):
         return top
 
 
-class ChatShape(AnswerShape):
+class ChatAnswer(OpenAIAnswer):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
-        super().__init__(body, tokenizer)
+    def __init__(
+        self, body: ChatBody, tokenizer: Tokenizer, meter: Meter, head: JsonObject
+    ) -> None:
+        super().__init__(body, tokenizer, meter, head)
         self._echo = body.echoed_text
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._readers: dict[int, AnswerReader] = {}
@@ -347,10 +382,11 @@ class ChatShape(AnswerShape):
         """A chat has one prompt, so facts of it stand beside the choices."""
         return self.prompt_facts(choice)
 
-    def opening_choice(self, choice: Choice) -> JsonObject | None:
+    def opening(self, choice: Choice) -> bytes:
         """The chunk that says who speaks."""
         delta = {"role": "assistant", "content": self._echo}
-        return {"index": choice.index, "delta": delta, **self._end(AnswerPart(text=""))}
+        opened = {"index": choice.index, "delta": delta, **self._end(AnswerPart(text=""))}
+        return self.chunk(opened, **self.extras(choice))
 
     def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`delta`, `logprobs`, `finish_reason`."""
@@ -365,13 +401,6 @@ class ChatShape(AnswerShape):
         logprobs = None if part.logprobs is None else {**part.logprobs, "refusal": None}
         why = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         return {"logprobs": logprobs, **why, **_token_ids(part)}
-
-
-def shape_of(body: CompletionBody | ChatBody, tokenizer: Tokenizer) -> AnswerShape:
-    """The shape of the answer to a body."""
-    if isinstance(body, ChatBody):
-        return ChatShape(body, tokenizer)
-    return CompletionShape(body, tokenizer)
 
 
 def _cuts(delta: TextDelta) -> list[int]:
@@ -403,25 +432,3 @@ def _call_delta(call: CallPiece) -> JsonObject:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **_call(call)}
-
-
-def joined(parts: Sequence[AnswerPart]) -> AnswerPart:
-    """All parts of a choice as one."""
-    last = parts[-1]
-    text = "".join(part.text for part in parts)
-    logprobs = merge([part.logprobs for part in parts])
-    if logprobs is not None and "text_offset" in logprobs:
-        # A stop string may have been cut off since.
-        offsets = cast("list[int]", logprobs["text_offset"])
-        logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
-    return AnswerPart(
-        text=text,
-        reasoning="".join(part.reasoning for part in parts),
-        calls=joined_calls([call for part in parts for call in part.calls]),
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        token_ids=None
-        if last.token_ids is None
-        else [token for part in parts for token in part.token_ids or ()],
-    )

@@ -10,8 +10,13 @@ from pydantic import BeforeValidator, Field
 
 from manylora.errors import InvalidRequestError
 from manylora.server.generation import unsupported_params
-from manylora.server.generation.chat_schemas import MAX_MESSAGES, TextPart
-from manylora.server.generation.items import kind_of, text_of, with_kinds
+from manylora.server.generation.chat_schemas import (
+    MAX_MESSAGES,
+    TextPart,
+    kind_of,
+    text_of,
+    with_kinds,
+)
 from manylora.server.generation.schemas import SamplingFields
 from manylora.server.http.bodies import Body, StoredBody, View
 

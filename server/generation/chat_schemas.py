@@ -181,7 +181,10 @@ class Message(StoredBody):
     hints = unsupported_params.MESSAGE_HINTS
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, _Text]
+    content: Annotated[str, _Text] = ""
+    """Null, or absent, in messages of the assistant only."""
+    refusal: str | None = None
+    """Follows the content, as a part of type refusal does."""
     name: str | None = Field(None, max_length=64)
     """The model sees it in messages of role tool only."""
     tool_calls: list[Call] = Field(default_factory=list, max_length=MAX_TOOLS)
@@ -193,28 +196,6 @@ class Message(StoredBody):
     reasoning_content: str | None = None
     """Another name of `reasoning`, which some clients use."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _explain_null(cls, message: Any) -> Any:  # noqa: ANN401 - what a client sent
-        if (
-            isinstance(message, dict)
-            and isinstance(refusal := message.get("refusal"), str)
-            and refusal
-        ):
-            content = message.get("content") or []
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            message = {**message, "content": [*parts, {"type": "refusal", "refusal": refusal}]}
-        is_call = isinstance(message, dict) and bool(message.get("tool_calls"))
-        if (
-            not isinstance(message, dict)
-            or message.get("content", None if is_call else "") is not None
-        ):
-            return message
-        if message.get("role") != "assistant" and not is_call:
-            reason = "content is null, which only an assistant's message may have. Send a text."
-            raise InvalidRequestError(reason, param="messages")
-        return {**message, "content": ""}
-
     @property
     def texts(self) -> list[str]:
         """Texts of it that the model may see."""
@@ -222,11 +203,15 @@ class Message(StoredBody):
         return [self.content, self.reasoning or "", self.reasoning_content or "", *calls]
 
     @model_validator(mode="after")
-    def _calls_and_results_have_their_role(self) -> Message:
+    def _fits_its_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
             raise InvalidRequestError(
                 "tool_calls belong to messages of role assistant.", param="messages"
             )
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            reason = "A message has no content, or null, as only the assistant's may. Send a text."
+            raise InvalidRequestError(reason, param="messages")
+        self.content += self.refusal or ""
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise InvalidRequestError(
                 "A message of role tool, and no other, has a tool_call_id.", param="messages"

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, zip_longest
+from itertools import count
 
 from manylora.engine.request import TokenLogprobs
 from manylora.engine.text.text_stream import TextDelta, settled_text
@@ -20,7 +20,7 @@ from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.schemas import CompletionBody, GenerationBody, StreamOptions
 from manylora.server.http import sse
-from manylora.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
+from manylora.server.tools.reading import AnswerReader, CallPiece, joined_calls
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -283,8 +283,6 @@ class ChatAnswer(OpenAIAnswer):
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._readers: dict[int, AnswerReader] = {}
         self._is_by_token = body.has_logprobs_of_text_alone and body.logprobs
-        self._unread: dict[int, list[object]] = {}
-        """Log-probabilities of tokens that may be text, or the mark of something else."""
 
     def part(self, step: ChoiceStep) -> AnswerPart:
         """The part that a step adds; calls and reasoning are told from text here."""
@@ -296,10 +294,8 @@ class ChatAnswer(OpenAIAnswer):
             self._readers[step.choice.index] = plan.reader()
         reader = self._readers[step.choice.index]
         delta = step.delta
-        if self._is_by_token and part.logprobs is not None:
-            reading, num_reasoning = self._read_by_token(reader, step, part.logprobs["content"])
-        else:
-            reading, num_reasoning = reader.read(delta.text, _cuts(delta))
+        logprobs = part.logprobs["content"] if self._is_by_token and part.logprobs else []
+        reading, num_reasoning = reader.read(delta.text, _cuts(delta), logprobs)
         step.choice.reasoning_tokens += num_reasoning
         finish_reason: str | None = delta.finish_reason
         if finish_reason is not None:
@@ -316,36 +312,9 @@ class ChatAnswer(OpenAIAnswer):
             text=reading.content,
             reasoning=reading.reasoning if plan.shows_reasoning else "",
             calls=joined_calls(reading.calls),
+            logprobs={"content": reading.logprobs} if self._is_by_token else part.logprobs,
             finish_reason=finish_reason,
         )
-
-    def _read_by_token(
-        self, reader: AnswerReader, step: ChoiceStep, entries: list[object]
-    ) -> tuple[Reading, int]:
-        """Read a step, and leave among the entries of its tokens those of text."""
-        whole = Reading()
-        num_reasoning = 0
-        start = 0
-        unread = self._unread.setdefault(step.choice.index, [])
-        text = step.delta.text
-        given = entries[:]
-        entries.clear()
-        for end, entry in zip_longest([*_cuts(step.delta)[:-1], len(text)], given):
-            was_text = reader.is_text
-            piece, count = reader.read(text[start:end], [len(text)] if entry else [])
-            start = max(start, end)
-            num_reasoning += count
-            unread += [entry] if entry else []
-            if piece.content:
-                entries += unread
-            if piece.content or piece.calls or count or (reader.is_text and not was_text):
-                unread.clear()
-            whole.content += piece.content
-            whole.reasoning += piece.reasoning
-            whole.calls += piece.calls
-        if step.delta.finish_reason is not None and reader.is_text:
-            entries += unread
-        return whole, num_reasoning
 
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """An entry for each new token, those of reasoning and calls included."""

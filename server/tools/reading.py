@@ -8,6 +8,7 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from manylora.errors import InvalidRequestError
@@ -41,6 +42,8 @@ class Reading:
     content: str = ""
     reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    """Log-probabilities of the tokens of the content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,8 @@ class AnswerReader:
         """True while the text of the open call is its arguments."""
         self._has_text = {"content": False, "reasoning": False}
         self._has_marker = self._is_broken = False
+        self._unread: list[object] = []
+        """Log-probabilities of tokens that may be content, or the mark of something else."""
         self._reset()
         for event in self._parser.initial_events:
             self._take(event)
@@ -165,25 +170,39 @@ class AnswerReader:
         head = self._plan.format.call_head if self._plan.tools else ""
         return self._region == CALLS_FIELD or bool(head and head in self.pending)
 
-    def read(self, text: str, ends: Sequence[int]) -> tuple[Reading, int]:
+    def read(
+        self, text: str, ends: Sequence[int], logprobs: Sequence[object] = ()
+    ) -> tuple[Reading, int]:
         """Take the text of some tokens.
 
         Args:
             text: What the tokens add.
             ends: Where in it the text of each token ends.
+            logprobs: Log-probabilities of each token, where those of the content are wanted.
 
         Returns:
             What is certain with it, and how many of the tokens are reasoning.
         """
-        self._now = Reading()
+        now = self._now = Reading()
         num_reasoning = start = 0
-        for end in [*ends[:-1], len(text)]:
+        for end, logprob in zip_longest([*ends[:-1], len(text)], logprobs):
+            num_content = len(now.content)
+            num_calls = len(now.calls)
             was_reasoning = self.is_reasoning
+            was_text = self.is_text
             for event in self._parser.feed(text[start:end]):
                 self._take(event)
-            num_reasoning += bool(ends) and (was_reasoning or self.is_reasoning)
+            is_reasoning = bool(ends) and (was_reasoning or self.is_reasoning)
+            num_reasoning += is_reasoning
             start = max(start, end)
-        return self._now, num_reasoning
+            self._unread += [] if logprob is None else [logprob]
+            is_mark = is_reasoning or len(now.calls) > num_calls or (self.is_text and not was_text)
+            if len(now.content) > num_content:
+                now.logprobs += self._unread
+                is_mark = True
+            if is_mark:
+                self._unread.clear()
+        return now, num_reasoning
 
     def close(self, reading: Reading, *, is_cut: bool) -> bool:
         """Add the rest, when no more text comes; returns whether a call was cut, or its arguments are no JSON.
@@ -193,6 +212,8 @@ class AnswerReader:
             is_cut: Whether the answer was ended from outside: by its length or a stop.
         """
         self._now = reading
+        if self.is_text:
+            reading.logprobs += self._unread
         # Of tags the parser takes what is there.
         is_cut = (
             is_cut

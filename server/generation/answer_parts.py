@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from manylora.errors import ManyloraError
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
-from manylora.server.tools.reading import CallPiece, joined_calls
+from manylora.server.tools.reading import CallPiece
 
 JsonObject = dict[str, object]
 ItemKind = Literal["reasoning", "text", "call"]
@@ -29,6 +29,17 @@ class AnswerPart:
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     """None where the client did not ask for them."""
+
+
+def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
+    """Pieces of calls with those of one call as one, in the order of the calls."""
+    calls: dict[int, CallPiece] = {}
+    for piece in pieces:
+        known = calls.get(piece.index)
+        calls[piece.index] = (
+            replace(known, arguments=known.arguments + piece.arguments) if known else piece
+        )
+    return tuple(calls.values())
 
 
 def joined(parts: Sequence[AnswerPart]) -> AnswerPart:

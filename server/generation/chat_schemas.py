@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.generation import unsupported_params
@@ -21,8 +21,8 @@ from manylora.server.http.bodies import Body, StoredBody, View
 from manylora.server.http.wrong_value import shown
 from manylora.server.tools.schemas import (
     MAX_TOOLS,
-    TOOL_CHOICE_SCHEMA,
     Call,
+    SentToolChoice,
     Tool,
     ToolChoice,
     parse_tool_choice,
@@ -295,8 +295,7 @@ class ChatBody(GenerationBody, ToolsBody):
     """Begin the answer with the last message, if that is the assistant's."""
     tool_choice: Annotated[
         ToolChoice | None,
-        BeforeValidator(parse_tool_choice),
-        WithJsonSchema(TOOL_CHOICE_SCHEMA, mode="validation"),
+        BeforeValidator(parse_tool_choice, json_schema_input_type=SentToolChoice),
     ] = None
     """The tools that may or must be called: auto where there are tools."""
     parallel_tool_calls: bool = True

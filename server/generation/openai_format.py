@@ -5,22 +5,23 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import ClassVar
 
 from manylora.engine.request import TokenLogprobs
 from manylora.engine.text.text_stream import TextDelta, settled_text
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import ManyloraError
 from manylora.server.errors import error_body
-from manylora.server.generation.answer_parts import AnswerPart, JsonObject, merge
+from manylora.server.generation.answer_parts import AnswerPart, JsonObject, joined_calls, merge
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.schemas import CompletionBody, GenerationBody, StreamOptions
 from manylora.server.http import sse
-from manylora.server.tools.reading import AnswerReader, CallPiece, joined_calls
+from manylora.server.tools.reading import AnswerReader, CallPiece
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -44,6 +45,7 @@ def _top(entry: TokenLogprobs, count: int | None) -> list[tuple[int, float]]:
     return list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:count]
 
 
+@dataclass(eq=False)
 class OpenAIAnswer(ABC):
     """One dialect: makes the parts of an answer, and writes them, whole or as the chunks of a stream.
 
@@ -54,24 +56,24 @@ class OpenAIAnswer(ABC):
         head: `created`, `model`, `system_fingerprint`: the same in every chunk.
     """
 
-    whole_object: str
-    chunk_object: str
-    id_prefix: str
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    id_prefix: ClassVar[str]
 
-    def __init__(
-        self, body: GenerationBody, tokenizer: Tokenizer, meter: Meter, head: JsonObject
-    ) -> None:
-        self._asked = body
-        self._tokenizer = tokenizer
-        self._meter = meter
-        self._head: JsonObject = {"id": self.id_prefix + secrets.token_hex(16), **head}
+    body: GenerationBody
+    tokenizer: Tokenizer
+    meter: Meter
+    head: JsonObject
+
+    def __post_init__(self) -> None:
+        self._head: JsonObject = {"id": self.id_prefix + secrets.token_hex(16), **self.head}
         self._chunk_head = {"object": self.chunk_object, **self._head}
-        self._options = body.stream_options or StreamOptions()
+        self._options = self.body.stream_options or StreamOptions()
         self._opened: set[int] = set()
         """Choices whose first chunk was written."""
-        by_id = body.return_tokens_as_token_ids
+        by_id = self.body.return_tokens_as_token_ids
         self._label: Callable[[int], str] = (
-            "token_id:{}".format if by_id else partial(token_label, tokenizer)
+            "token_id:{}".format if by_id else partial(token_label, self.tokenizer)
         )
         self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
         """By prompt."""
@@ -83,7 +85,7 @@ class OpenAIAnswer(ABC):
             for index, (choice, end) in enumerate(ends)
         ]
         head = {"object": self.whole_object, **self._head, **self.extras(ends[0][0])}
-        return {**head, "choices": choices, "usage": self._meter.usage.model_dump()}
+        return {**head, "choices": choices, "usage": self.meter.usage.model_dump()}
 
     def events(self, step: ChoiceStep, part: AnswerPart) -> bytes:
         """The chunk of a step; before a choice's first one, the chunk that opens it."""
@@ -100,7 +102,7 @@ class OpenAIAnswer(ABC):
         if not self._options.include_usage:
             return sse.DONE
         return (
-            sse.event({**self._chunk_head, "choices": [], "usage": self._meter.usage.model_dump()})
+            sse.event({**self._chunk_head, "choices": [], "usage": self.meter.usage.model_dump()})
             + sse.DONE
         )
 
@@ -112,7 +114,7 @@ class OpenAIAnswer(ABC):
         """The event of an entry of `choices`, with fields beside it."""
         chunk: JsonObject = {**self._chunk_head, **extras, "choices": [choice]}
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self._meter.usage.model_dump()
+            chunk["usage"] = self.meter.usage.model_dump()
         elif self._options.include_usage:
             chunk["usage"] = None
         return sse.event(chunk)
@@ -121,7 +123,7 @@ class OpenAIAnswer(ABC):
         """The part that a step adds; called once per step, in order."""
         delta = step.delta
         found = step.output.prompt_logprobs
-        if self._asked.prompt_logprobs is not None and found is not None:
+        if self.body.prompt_logprobs is not None and found is not None:
             places = [None if entry is None else self._place(entry) for entry in found]
             self._prompt_logprobs[step.choice.prompt_index] = places
         return AnswerPart(
@@ -129,7 +131,7 @@ class OpenAIAnswer(ABC):
             logprobs=self.logprobs(step),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self._asked.return_token_ids else None,
+            token_ids=delta.token_ids if self.body.return_token_ids else None,
         )
 
     def text(self, step: ChoiceStep) -> str:
@@ -143,22 +145,22 @@ class OpenAIAnswer(ABC):
     def prompt_facts(self, choice: Choice) -> JsonObject:
         """Fields about a prompt, where they are asked for."""
         facts: JsonObject = {}
-        if self._asked.return_token_ids:
+        if self.body.return_token_ids:
             facts["prompt_token_ids"] = choice.prompt.token_ids
-        if self._asked.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None:
             facts["prompt_logprobs"] = self._prompt_logprobs.get(choice.prompt_index)
         return facts
 
     def _place(self, entry: TokenLogprobs) -> JsonObject:
         """The token at a place of the prompt and the likeliest ones there, by id."""
         ranked = [*zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)][
-            : self._asked.prompt_logprobs
+            : self.body.prompt_logprobs
         ]
         return {
             str(token_id): {
                 "logprob": finite(logprob),
                 "rank": rank,
-                "decoded_token": self._tokenizer.token_text(token_id),
+                "decoded_token": self.tokenizer.token_text(token_id),
             }
             for token_id, logprob, rank in [(entry.token_id, entry.logprob, entry.rank), *ranked]
         }
@@ -182,6 +184,7 @@ class OpenAIAnswer(ABC):
         return {}
 
 
+@dataclass(eq=False)
 class CompletionAnswer(OpenAIAnswer):
     """/v1/completions."""
 
@@ -189,33 +192,32 @@ class CompletionAnswer(OpenAIAnswer):
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(
-        self, body: CompletionBody, tokenizer: Tokenizer, meter: Meter, head: JsonObject
-    ) -> None:
-        super().__init__(body, tokenizer, meter, head)
-        self._body = body
+    body: CompletionBody
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._echoed: dict[int, str] = {}
 
     def text(self, step: ChoiceStep) -> str:
         """The step's text, after the prompt's own where that is echoed."""
-        if not self._body.echo or step.choice.index in self._echoed:
+        if not self.body.echo or step.choice.index in self._echoed:
             return step.delta.text
         prompt = step.choice.prompt
         echo = self._decode(prompt.token_ids) if prompt.text is None else prompt.text
-        echo = settled_text(self._tokenizer, prompt.token_ids, echo)
+        echo = settled_text(self.tokenizer, prompt.token_ids, echo)
         self._echoed[step.choice.index] = echo
         return echo + step.delta.text
 
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """Parallel lists over the step's tokens, after those of an echoed prompt."""
-        if self._body.logprobs is None:
+        if self.body.logprobs is None:
             return None
         delta = step.delta
         start = len(self._echoed.get(step.choice.index, ""))
         own = self._lists(
             delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets]
         )
-        if step.output.prompt_logprobs is None or not self._body.echo:
+        if step.output.prompt_logprobs is None or not self.body.echo:
             return own
         prompt = step.choice.prompt
         offsets = [min(offset, start) for offset in prompt.text_offsets]
@@ -259,15 +261,16 @@ class CompletionAnswer(OpenAIAnswer):
         }
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._body.skip_special_tokens)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.body.skip_special_tokens)
 
     def _labelled(self, entry: TokenLogprobs) -> dict[str, float]:
-        pairs = _top(entry, self._body.logprobs)
+        pairs = _top(entry, self.body.logprobs)
         top = {self._label(token_id): finite(logprob) for token_id, logprob in pairs}
         top.setdefault(self._label(entry.token_id), finite(entry.logprob))
         return top
 
 
+@dataclass(eq=False)
 class ChatAnswer(OpenAIAnswer):
     """/v1/chat/completions."""
 
@@ -275,10 +278,11 @@ class ChatAnswer(OpenAIAnswer):
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(
-        self, body: ChatBody, tokenizer: Tokenizer, meter: Meter, head: JsonObject
-    ) -> None:
-        super().__init__(body, tokenizer, meter, head)
+    body: ChatBody
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        body = self.body
         self._echo = body.echoed_text
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._readers: dict[int, AnswerReader] = {}
@@ -301,7 +305,7 @@ class ChatAnswer(OpenAIAnswer):
         if finish_reason is not None:
             is_stopped = (
                 delta.stop_reason is not None
-                and delta.stop_reason not in self._tokenizer.eos_token_ids
+                and delta.stop_reason not in self.tokenizer.eos_token_ids
             )
             if reader.close(reading, is_cut=finish_reason != "stop" or is_stopped):
                 finish_reason = "length"
@@ -330,7 +334,7 @@ class ChatAnswer(OpenAIAnswer):
         return {
             "token": self._label(token_id),
             "logprob": finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
+            "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
 
     def whole_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:

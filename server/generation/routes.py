@@ -50,7 +50,6 @@ Prepare = Callable[[GenerationRun, BodyT], Awaitable[None]]
 class Endpoint(Generic[BodyT]):
     """A route that generates."""
 
-    facts: RouteFacts
     body: type[BodyT]
     prepare: Prepare[BodyT]
     admits: Admitted
@@ -110,7 +109,7 @@ def post(
         )
 
     def register(prepare: Prepare[BodyT]) -> Prepare[BodyT]:
-        endpoint = Endpoint(facts=facts, body=body, prepare=prepare, admits=admits)
+        endpoint = Endpoint(body=body, prepare=prepare, admits=admits)
         endpoints[facts.path] = endpoint
         stream = {"text/event-stream": {"schema": {"type": "string"}}}
         route = GenerationRoute(
@@ -243,7 +242,7 @@ class GenerationResponse(Response):
         body, status, headers = await whole_answer(self._run)
         if is_gone():
             raise ClientDisconnect
-        await self._run.bill(status)
+        await self._run.meter.finish(status)
         response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
@@ -287,7 +286,7 @@ class GenerationResponse(Response):
                 run.meter.deliver(step)
                 payload += run.writer.events(step, part)
             if len(ends) == len(run.generation.choices) and not is_gone():
-                await run.bill(_overall(ends))
+                await run.meter.finish(_overall(ends))
                 await _send_body(send, payload + run.writer.closing(), is_last=True)
                 return
             if payload:

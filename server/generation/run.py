@@ -235,14 +235,6 @@ class GenerationRun:
         await self.generation.abort()
         self.meter.take_computed(self.generation.choices)
 
-    async def bill(self, status: str) -> None:
-        """Record the usage event of an answer that ended well, before its client sees the end.
-
-        Raises:
-            CapacityError: The event could not be made durable: the client must not see a good end.
-        """
-        await self.meter.finish(status)
-
     async def _bill_at_end(self) -> None:
         if self.unbilled_status is not None:
             await asyncio.shield(self.meter.finish_quietly(self.unbilled_status))

@@ -181,6 +181,11 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields that all bodies share by which tokens are generated."""
 
+    takes_nul = True
+    ignored = unsupported_params.IGNORED
+    neutral_values = unsupported_params.SHARED
+    hints = unsupported_params.HINTS
+
     adapter_id: str | None = Field(None, min_length=1, max_length=512)
     """An adapter, if `model` is the base or absent. The answer has this name as `model`."""
     user: str | None = Field(None, max_length=4096)
@@ -212,11 +217,6 @@ class SamplingFields(Body):
 
 class GenerationBody(SamplingFields, GrammarFields):
     """Fields that completions and chat share."""
-
-    takes_nul = True
-    ignored = unsupported_params.IGNORED
-    neutral_values = unsupported_params.SHARED
-    hints = unsupported_params.HINTS
 
     model: str | None = Field(None, min_length=1, max_length=512)
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`, each also

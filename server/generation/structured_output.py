@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -230,13 +231,13 @@ class _Cause(NamedTuple):
     is_schema: bool
 
 
+@dataclass
 class _Search:
     """Looks for the least part of a request that has the problem of the whole."""
 
-    def __init__(self, checker: GrammarChecker, tenant: str) -> None:
-        self._checker = checker
-        self._tenant = tenant
-        self._num_left = MAX_SEARCHED
+    checker: GrammarChecker
+    tenant: str
+    num_left: int = MAX_SEARCHED
 
     async def cause(self, parts: Sequence[GrammarPart]) -> _Cause | None:
         """The first part that is wrong, as small as it can be told; None if each part alone is right."""
@@ -252,7 +253,7 @@ class _Search:
         return None
 
     async def _problem(self, lark: str) -> str | None:
-        return await self._checker.problem(Grammar.of(lark), self._tenant)
+        return await self.checker.problem(Grammar.of(lark), self.tenant)
 
     async def _within(self, schema: object, root: object, path: str) -> _Cause | None:
         for name, part in _parts(schema):
@@ -265,8 +266,8 @@ class _Search:
 
     async def _alone(self, schema: object, root: object, path: str) -> str | None:
         """The fault of a part of a schema; None also if the part cannot be judged without the whole."""
-        self._num_left -= 1
-        if self._num_left < 0 or not isinstance(schema, dict) or not isinstance(root, dict):
+        self.num_left -= 1
+        if self.num_left < 0 or not isinstance(schema, dict) or not isinstance(root, dict):
             return None
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         try:
@@ -276,7 +277,7 @@ class _Search:
         problem = await self._problem(lark)
         reason = None if problem is None else schema_problem(problem)
         if reason == TOO_COMPLEX:
-            self._num_left = 0  # which takes its time
+            self.num_left = 0  # which takes its time
         return reason
 
 

@@ -19,7 +19,7 @@ from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
 from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
-from manylora.server.http.body import content_length
+from manylora.server.http.body import held_body
 from manylora.server.http.openapi import OBJECT, sends, takes
 from manylora.server.process.long_work import BYTES_PER_CHARACTER
 
@@ -103,7 +103,7 @@ async def unbilled(
     Raises:
         RateLimitError: The tokens of the minute are used up when its turn comes.
     """
-    num_bytes = BYTES_PER_CHARACTER * _num_bytes(request)
+    num_bytes = BYTES_PER_CHARACTER * held_body(request).num_bytes
     begin = reservation_of(request).check_minute
     count, result = await core_services_of(request).bodies.long_work.run(
         work, num_bytes, caller.tenant_id, caller.weight, begin
@@ -115,14 +115,9 @@ async def unbilled(
 async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
     """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
     services = core_services_of(request)
-    num_bytes = _num_bytes(request)
+    num_bytes = held_body(request).num_bytes
     made = await services.bodies.long_work.run(job, num_bytes, caller.tenant_id, caller.weight)
     return await services.chats.render(made, num_bytes)
-
-
-def _num_bytes(request: Request) -> int:
-    length = content_length(request)
-    return core_services_of(request).config.server.max_body_bytes if length is None else length
 
 
 @router.get(

@@ -149,7 +149,6 @@ class ReasoningOptions(Body):
 class ResponsesBody(SamplingFields):
     """Body of POST /v1/responses."""
 
-    takes_nul = True
     hints = unsupported_params.HINTS | UNSUPPORTED
     ignored = unsupported_params.IGNORED | {"stream_options"}
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {

@@ -19,9 +19,16 @@ _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _TEXT_EVENTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
 _FIXED: JsonObject = {
     **dict.fromkeys(
-        ("error", "incomplete_details", "usage", "previous_response_id", "max_tool_calls")
+        (
+            "error",
+            "incomplete_details",
+            "usage",
+            "previous_response_id",
+            "max_tool_calls",
+            "safety_identifier",
+            "prompt_cache_key",
+        )
     ),
-    **dict.fromkeys(("safety_identifier", "prompt_cache_key")),
     "store": False,
     "background": False,
     "service_tier": "default",

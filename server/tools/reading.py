@@ -7,7 +7,7 @@ import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -93,17 +93,6 @@ def plan_answer(
     return AnswerPlan(format=answer, tools=tools, prefix=prefix, shows_reasoning=shows_reasoning)
 
 
-def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
-    """Pieces of calls with those of one call as one, in the order of the calls."""
-    calls: dict[int, CallPiece] = {}
-    for piece in pieces:
-        known = calls.get(piece.index)
-        calls[piece.index] = (
-            replace(known, arguments=known.arguments + piece.arguments) if known else piece
-        )
-    return tuple(calls.values())
-
-
 class AnswerReader:
     """Reads one answer, fed in pieces of any size.
 
@@ -185,24 +174,30 @@ class AnswerReader:
         """
         now = self._now = Reading()
         num_reasoning = start = 0
+        sorts_logprobs = bool(logprobs or self._unread)
         for end, logprob in zip_longest([*ends[:-1], len(text)], logprobs):
-            num_content = len(now.content)
-            num_calls = len(now.calls)
             was_reasoning = self.is_reasoning
-            was_text = self.is_text
+            before = (len(now.content), len(now.calls), self.is_text) if sorts_logprobs else None
             for event in self._parser.feed(text[start:end]):
                 self._take(event)
             is_reasoning = bool(ends) and (was_reasoning or self.is_reasoning)
             num_reasoning += is_reasoning
             start = max(start, end)
-            self._unread += [] if logprob is None else [logprob]
-            is_mark = is_reasoning or len(now.calls) > num_calls or (self.is_text and not was_text)
-            if len(now.content) > num_content:
-                now.logprobs += self._unread
-                is_mark = True
-            if is_mark:
-                self._unread.clear()
+            if before is not None:
+                self._unread += [] if logprob is None else [logprob]
+                self._sort_logprobs(*before, is_reasoning=is_reasoning)
         return now, num_reasoning
+
+    def _sort_logprobs(
+        self, num_content: int, num_calls: int, was_text: bool, *, is_reasoning: bool
+    ) -> None:
+        """Add those of tokens that turned out to be content, and drop those of marks; all before the last token."""
+        now = self._now
+        if len(now.content) > num_content:
+            now.logprobs += self._unread
+        elif len(now.calls) == num_calls and not is_reasoning and (was_text or not self.is_text):
+            return
+        self._unread.clear()
 
     def close(self, reading: Reading, *, is_cut: bool) -> bool:
         """Add the rest, when no more text comes; returns whether a call was cut, or its arguments are no JSON.

@@ -350,11 +350,6 @@ class ChatBody(GenerationBody, ToolsBody):
         )
 
     @property
-    def num_characters(self) -> int:
-        """About how much there is to tokenize."""
-        return sum(map(len, self.texts))
-
-    @property
     def texts(self) -> list[str]:
         """All texts that the model may see."""
         tools = [json.dumps(tool.function.model_dump(exclude_none=True)) for tool in self.tools]

@@ -51,7 +51,7 @@ class GenerationRun:
     endpoint: str
     request_id: str
     session: str | None = None
-    num_bytes: int = 0
+    num_bytes: int
     """Length of the body."""
     digest: int = 0
     """Hash of the key and the body: the same when a client sends a request again."""
@@ -133,15 +133,15 @@ class GenerationRun:
     async def _tokenise(self) -> Prompts:
         services = self.services
         body = self.body
-        num_characters = self.num_bytes or body.num_characters
+        num_bytes = self.num_bytes
         rendered = ""
         if body.grammar_params or (isinstance(body, ChatBody) and body.tools):
-            num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
+            num_bytes = max(num_bytes, INLINE_BYTES)  # schemas take long for their size
         if isinstance(body, ChatBody):
-            job = await self.work(partial(chat_job, body, services), num_characters)
-            rendered = await services.chats.render(job, num_characters)
+            job = await self.work(partial(chat_job, body, services), num_bytes)
+            rendered = await services.chats.render(job, num_bytes)
         prompts = await self.work(
-            partial(prompts_of, body, services, rendered), BYTES_PER_CHARACTER * num_characters
+            partial(prompts_of, body, services, rendered), BYTES_PER_CHARACTER * num_bytes
         )
         if prompts.wanted is None:
             return prompts

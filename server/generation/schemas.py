@@ -342,8 +342,3 @@ class CompletionBody(GenerationBody):
     def token_limit(self) -> int:
         """Most tokens to generate for each choice."""
         return self.max_tokens
-
-    @property
-    def num_characters(self) -> int:
-        """About how much there is to tokenize."""
-        return sum(map(len, self.prompt))

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.packed_copy import copy_in_one
-
 NON_FINITE = -1
 """Code instead of a token: the row has a NaN, or its largest logit has a magnitude of MAX_LOGIT or more."""
 NOTHING_LEFT = -2
@@ -54,25 +52,13 @@ def sampling_words(rows: Sequence[RowSampling]) -> np.ndarray:
     return words
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingColumns:
-    """Sampling parameters of B rows, on the device of the logits."""
-
-    words: Tensor
-    """[NUM_COLUMNS, B], int32, contiguous, as `sampling_words` makes it. It may be overwritten for a later step."""
-
-    @classmethod
-    def build(cls, rows: Sequence[RowSampling], device: torch.device) -> SamplingColumns:
-        """Move the parameters of some rows to `device`, in one copy."""
-        return cls(*copy_in_one([sampling_words(rows)], device))
-
-    def rows(self) -> list[RowSampling]:
-        """The parameters by row; waits for the device."""
-        numbers = self.words[:TOP_K].view(torch.float32).tolist()
-        return [
-            RowSampling(t, k, p, m, u)
-            for t, p, m, u, k in zip(*numbers, self.words[TOP_K].tolist(), strict=True)
-        ]
+def sampling_rows(columns: Tensor) -> list[RowSampling]:
+    """Read what `sampling_words` made, by row; waits for the device."""
+    numbers = columns[:TOP_K].view(torch.float32).tolist()
+    return [
+        RowSampling(t, k, p, m, u)
+        for t, p, m, u, k in zip(*numbers, columns[TOP_K].tolist(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.host_rows import host_rows
+from manylora.engine.execution.packed_step import pack_step
 from manylora.engine.fairness.prices import Prices
 from manylora.engine.model.decoder import Decoder, KvViews
 from manylora.engine.scheduling.plan import Chunk, StepPlan
@@ -203,11 +204,11 @@ class StartMeasures:
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         arena = self._arena
-        batch = build_batch(
-            StepPlan(step=0, chunks=list(chunks)), arena.geometry, arena.num_pages, arena.device
-        )
+        plan = StepPlan(step=0, chunks=list(chunks))
+        step = pack_step(plan, arena.geometry, arena.num_pages)
         return self._decoder.forward(
-            batch.rows, KvViews.of(arena, self._decoder.spec.sliding_windows), None
+            host_rows(step, arena.geometry.page_tokens, arena.device),
+            KvViews.of(arena, self._decoder.spec.sliding_windows),
         )
 
     def _best(self, run: Callable[[], object]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,10 +20,8 @@ from manylora.engine.scheduling.plan import SampleSpec
 from manylora.kernels.dispatch import Kernels
 from manylora.kernels.packed_copy import copy_in_one
 from manylora.kernels.sampling import (
-    NOTHING_LEFT,
     RowEdits,
     RowSampling,
-    SamplingColumns,
     apply_edits,
     edit_arrays,
     sampling_words,
@@ -37,9 +35,12 @@ KEPT_DRAWS = 512
 """Number of requests whose draws are kept, a kilobyte each: several times the number that usually decode at once."""
 GREEDY = RowSampling(temperature=0.0)
 _SEED_MASK = (1 << 64) - 1
+Sampled = tuple[int, TokenLogprobs | None]
+"""A token, or a code below 0 as `Kernels.sample` gives it; and, if they are asked for, the token's log-probabilities
+under the unchanged logits."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowMasks:
     """Tokens that grammars allow in some rows of logits."""
 
@@ -47,8 +48,6 @@ class RowMasks:
     """Rows of the logits."""
     bits: torch.Tensor
     """[rows, words], int32; see `kernels.plain.sampling.mask_tokens`."""
-    dead: set[int] = field(default_factory=set)
-    """Rows in which no token is left."""
 
 
 class PhiloxDraws:
@@ -93,8 +92,12 @@ class Sampler:
         self._draws = PhiloxDraws()
 
     def sample(
-        self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None
-    ) -> list[tuple[int | None, TokenLogprobs | None]]:
+        self,
+        logits: torch.Tensor,
+        specs: Sequence[SampleSpec],
+        masks: RowMasks | None = None,
+        codes: torch.Tensor | None = None,
+    ) -> list[Sampled]:
         """Choose one token per row.
 
         A row with NaN or an overflow, in the logits or after penalties, yields no token. Other rows are not affected.
@@ -102,19 +105,17 @@ class Sampler:
         Args:
             logits: [n, vocab_size], float32, contiguous. Mutated by penalties.
             specs: Sampling parameters of each row.
-            masks: Tokens that grammars allow in some rows. *Mutated*: gets the rows in which none is left.
-
-        Returns:
-            For each row the token, None if the row is no distribution or no token is left; and, if they are asked for,
-            its log-probabilities under the unchanged logits.
+            masks: Tokens that grammars allow in some rows.
+            codes: [n], int32: gets the result of `Kernels.sample`; None makes one.
         """
         words, reported = copy_in_one(
             [self.columns(specs), self.reported_rows(specs)], logits.device
         )
-        codes = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        sample = partial(self.kernels.sample, logits, SamplingColumns(words), codes)
+        if codes is None:
+            codes = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        sample = partial(self.kernels.sample, logits, words, codes)
         found = self.choose(logits, specs, masks, reported, sample, codes)
-        return self.results(codes.tolist(), specs, masks, None if found is None else found.cpu())
+        return self.results(codes.tolist(), specs, None if found is None else found.cpu())
 
     def choose(
         self,
@@ -207,22 +208,15 @@ class Sampler:
         self,
         codes: Sequence[int],
         specs: Sequence[SampleSpec],
-        masks: RowMasks | None = None,
         logprob_words: torch.Tensor | None = None,
-    ) -> list[tuple[int | None, TokenLogprobs | None]]:
-        """Separate tokens from failures.
+    ) -> list[Sampled]:
+        """Join tokens and their log-probabilities.
 
         Args:
             codes: Result of `Kernels.sample`.
             specs: Sampling parameters of each row.
-            masks: As in `sample`. *Mutated*: gets the rows in which no token is left.
             logprob_words: The `logprob_words` of the `reported_rows`, on the CPU; None if there are none.
-
-        Returns:
-            The same as `sample`.
         """
-        if masks is not None:
-            masks.dead.update(row for row in masks.rows if codes[row] == NOTHING_LEFT)
         found: dict[int, TokenLogprobs] = {}
         if logprob_words is not None:
             rows = self.reported_rows(specs).tolist()
@@ -234,10 +228,7 @@ class Sampler:
                     strict=True,
                 )
             )
-        return [
-            (token, found.get(row)) if token >= 0 else (None, None)
-            for row, token in enumerate(codes)
-        ]
+        return [(code, found.get(row) if code >= 0 else None) for row, code in enumerate(codes)]
 
     def logprobs(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int

@@ -12,9 +12,9 @@ from manylora.kernels.sampling import (
     NOTHING_LEFT,
     RowEdits,
     RowSampling,
-    SamplingColumns,
     apply_edits,
     edit_arrays,
+    sampling_words,
 )
 from oracles import ORACLES, probabilities
 
@@ -49,11 +49,10 @@ def logits_of(vocab_size: int, rows: int = 1, seed: int = 0, spread: float = 3.0
 
 def columns_of(
     rows: Sequence[tuple[Parameters, float]], device: torch.device = CPU
-) -> SamplingColumns:
+) -> torch.Tensor:
     """From (parameters, uniform) of each row."""
-    return SamplingColumns.build(
-        [RowSampling(*parameters, uniform) for parameters, uniform in rows], device
-    )
+    words = sampling_words([RowSampling(*parameters, uniform) for parameters, uniform in rows])
+    return torch.from_numpy(words).to(device)
 
 
 def draws(
@@ -359,7 +358,7 @@ def test_misfits_are_refused(impl: Implementation) -> None:
     with pytest.raises(ValueError, match=r"columns: expected shape \[5, 1\], got \[5, 2\]"):
         impl.kernels.sample(logits, columns_of([(FILTERS[0], 0.5)] * 2, impl.device))
     with pytest.raises(ValueError, match="columns: expected contiguous elements"):
-        impl.kernels.sample(logits, SamplingColumns(columns.words.repeat(1, 2)[:, ::2]))
+        impl.kernels.sample(logits, columns.repeat(1, 2)[:, ::2])
     with pytest.raises(
         ValueError, match=r"logits: expected dtype torch\.float32, got torch\.float16"
     ):

@@ -159,7 +159,7 @@ def run(
     program.zero_pages()
     program.run()
     logits = program.logits[: packed.num_rows].clone()
-    return logits, [token for token, _ in program.collect()[0]]
+    return logits, [token for token, _ in program.collect()]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def tensors_of(program: StepProgram) -> list[int]:
     """Addresses of all that its kernels read and write."""
     rows, columns = program.rows, program.columns
     attention = [batch.rows(1, 0) for batch in rows.attention]
-    tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns.words]
+    tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns]
     tensors += [
         part
         for each in attention

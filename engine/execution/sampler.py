@@ -20,10 +20,8 @@ from manylora.engine.scheduling.plan import SampleSpec
 from manylora.kernels.dispatch import Kernels
 from manylora.kernels.packed_copy import copy_in_one
 from manylora.kernels.sampling import (
-    RowEdits,
     RowSampling,
     apply_edits,
-    edit_arrays,
     sampling_words,
 )
 
@@ -162,11 +160,12 @@ class Sampler:
             specs: Sampling parameters of each row.
             masks: Tokens that grammars allow in some rows.
         """
-        rows = [self._edits(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
         mask_arrays = (
             [np.array(masks.rows, dtype=np.int64), masks.bits.numpy()] if masks is not None else []
         )
-        moved = copy_in_one([*mask_arrays, *edit_arrays(rows, logits.shape[1])], logits.device)
+        moved = copy_in_one(
+            [*mask_arrays, *self._edit_arrays(specs, logits.shape[1])], logits.device
+        )
         apply_edits(logits, moved[len(mask_arrays) :])
         if masks is not None:
             self.kernels.mask_tokens(logits, *moved[:2])
@@ -252,33 +251,54 @@ class Sampler:
         uniform = self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
         return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
 
-    def _edits(self, row: int, spec: SampleSpec) -> RowEdits:
+    def _edit_arrays(self, specs: Sequence[SampleSpec], vocab_size: int) -> list[np.ndarray]:
+        """Operands of `apply_edits`: their size grows with histories, not with the rows' vocabularies."""
+        nowhere = np.empty(0, dtype=np.int64)
+        places = [nowhere]
+        penalties = [np.empty((2, 0), dtype=np.float32)]
+        bias: dict[int, float] = {}
+        allowed = [nowhere]
+        allowed_rows = []
+        for row, spec in enumerate(specs):
+            if not spec.changes_logits:
+                continue
+            params = spec.params
+            first = row * vocab_size
+            output = spec.output_token_ids if params.needs_history else ()
+            tokens, counts = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
+            only_prompt = np.setdiff1d(np.asarray(spec.prompt_token_ids, dtype=np.int64), tokens)
+            places.append(first + np.concatenate((tokens, only_prompt)))
+            penalties.append(np.zeros((2, len(places[-1])), dtype=np.float32))
+            penalties[-1][0] = params.repetition_penalty
+            penalties[-1][1, : len(tokens)] = (
+                params.frequency_penalty * counts + params.presence_penalty
+            )
+            ruled_out = dict.fromkeys(self._ruled_out(spec), -math.inf)
+            bias |= {
+                first + token: addend
+                for token, addend in {**params.logit_bias, **ruled_out}.items()
+                if 0 <= token < vocab_size
+            }
+            if params.allowed_token_ids:
+                allowed.append(first + np.array(params.allowed_token_ids, dtype=np.int64))
+                allowed_rows.append(row)
+        return [
+            np.concatenate(places),
+            np.concatenate(penalties, axis=1),
+            np.array(list(bias), dtype=np.int64),
+            np.array(list(bias.values()), dtype=np.float32),
+            np.concatenate(allowed),
+            np.array(allowed_rows, dtype=np.int64),
+        ]
+
+    def _ruled_out(self, spec: SampleSpec) -> Iterator[int]:
+        """Tokens that would end the output too early, or complete one of the `bad_words`."""
         params = spec.params
-        bias = spec.params.logit_bias
-        held_back = (
-            (*self._eos_token_ids, *params.stop_token_ids)
-            if spec.output_index < params.min_tokens
-            else ()
-        )
-        if held_back or params.bad_words:
-            bias = {**bias, **dict.fromkeys((*held_back, *_ends_of_bad_words(spec)), -math.inf)}
-        return RowEdits(
-            row=row,
-            prompt_token_ids=spec.prompt_token_ids,
-            output_token_ids=spec.output_token_ids if params.needs_history else (),
-            repetition=params.repetition_penalty,
-            frequency=params.frequency_penalty,
-            presence=params.presence_penalty,
-            bias=bias,
-            allowed_token_ids=params.allowed_token_ids,
-        )
-
-
-def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
-    """Tokens that would complete one of the `bad_words`."""
-    for *start, end in spec.params.bad_words:
-        if not start or spec.output_token_ids[-len(start) :] == start:
-            yield end
+        if spec.output_index < params.min_tokens:
+            yield from (*self._eos_token_ids, *params.stop_token_ids)
+        for *start, end in params.bad_words:
+            if not start or spec.output_token_ids[-len(start) :] == start:
+                yield end
 
 
 def _token_logprobs(

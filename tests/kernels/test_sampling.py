@@ -10,10 +10,7 @@ from implementations import CPU, TORCH, Implementation
 from manylora.kernels.sampling import (
     NON_FINITE,
     NOTHING_LEFT,
-    RowEdits,
     RowSampling,
-    apply_edits,
-    edit_arrays,
     sampling_words,
 )
 from oracles import ORACLES, probabilities
@@ -272,59 +269,6 @@ def test_a_flat_distribution_reaches_top_p_too() -> None:
     assert int((p > 0).sum()) > 20_000
     tokens = draws(logits, (1.0, 0, 0.9, 0.0), [(i + 0.5) / 100 for i in range(100)])
     assert (p[tokens] > 0).all()
-
-
-def edit(logits: torch.Tensor, rows: Sequence[RowEdits]) -> None:
-    apply_edits(logits, [torch.from_numpy(array) for array in edit_arrays(rows, logits.shape[1])])
-
-
-def test_penalties_are_those_of_openai_and_transformers() -> None:
-    logits = torch.tensor(
-        [
-            [2.0, -2.0, 1.0, 0.5, 3.0],
-            [1.0] * 5,
-            [2.0, -2.0, 1.0, 0.5, 3.0],
-            [4.0, -4.0, 4.0, 1.0, 1.0],
-        ]
-    )
-    rows = [
-        RowEdits(row=0, prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition=2.0),
-        RowEdits(
-            row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25
-        ),
-        RowEdits(
-            row=3, prompt_token_ids=[0, 1], output_token_ids=[1, 2], repetition=2.0, presence=1.0
-        ),
-    ]
-    edit(logits, rows)
-    expected = [
-        [1.0, -4.0, 0.5, 0.25, 3.0],
-        [1.0] * 5,
-        [2.0, -3.25, 1.0, 0.5, 2.25],
-        [2.0, -9.0, 1.0, 1.0, 1.0],
-    ]
-    assert torch.allclose(logits, torch.tensor(expected))
-
-
-def test_biases_are_added_after_penalties_and_unknown_tokens_ignored() -> None:
-    logits = torch.tensor([[4.0, 1.0], [1.0, 1.0]])
-    rows = [RowEdits(row=0, output_token_ids=[0], repetition=2.0, bias={0: 3.0, 2: 100.0, -1: 5.0})]
-    edit(logits, rows)
-    assert logits.tolist() == [[5.0, 1.0], [1.0, 1.0]]
-
-
-def test_only_allowed_tokens_stay_after_biases_and_other_rows_keep_theirs() -> None:
-    logits = torch.tensor([[4.0, 1.0, 2.0], [1.0, 3.0, 1.0], [5.0, 6.0, 7.0]])
-    rows = [
-        RowEdits(row=2, allowed_token_ids=(2, 0, 2), bias={0: 1.5}),
-        RowEdits(row=0, allowed_token_ids=[1]),
-    ]
-    edit(logits, rows)
-    assert logits.tolist() == [
-        [-torch.inf, 1.0, -torch.inf],
-        [1.0, 3.0, 1.0],
-        [6.5, -torch.inf, 7.0],
-    ]
 
 
 @pytest.mark.parametrize("vocab_size", [7, 640, 1000])

@@ -90,6 +90,61 @@ def test_penalties_and_biases_change_only_their_row() -> None:
     assert sample(scores, plain, penalised, repeated, biased) == [5, 6, 6, 9]
 
 
+def test_penalties_are_those_of_openai_and_transformers() -> None:
+    scores = torch.tensor(
+        [
+            [2.0, -2.0, 1.0, 0.5, 3.0],
+            [1.0] * 5,
+            [2.0, -2.0, 1.0, 0.5, 3.0],
+            [4.0, -4.0, 4.0, 1.0, 1.0],
+        ]
+    )
+    specs = [
+        spec(prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition_penalty=2.0),
+        spec(),
+        spec(
+            prompt_token_ids=[0],
+            output_token_ids=[1, 1, 4],
+            frequency_penalty=0.5,
+            presence_penalty=0.25,
+        ),
+        spec(
+            prompt_token_ids=[0, 1],
+            output_token_ids=[1, 2],
+            repetition_penalty=2.0,
+            presence_penalty=1.0,
+        ),
+    ]
+    SAMPLER.edit(scores, specs)
+    expected = [
+        [1.0, -4.0, 0.5, 0.25, 3.0],
+        [1.0] * 5,
+        [2.0, -3.25, 1.0, 0.5, 2.25],
+        [2.0, -9.0, 1.0, 1.0, 1.0],
+    ]
+    assert torch.allclose(scores, torch.tensor(expected))
+
+
+def test_biases_are_added_after_penalties_and_unknown_tokens_ignored() -> None:
+    scores = torch.tensor([[4.0, 1.0], [1.0, 1.0]])
+    biased = spec(
+        output_token_ids=[0], repetition_penalty=2.0, logit_bias={0: 3.0, 2: 100.0, 3: 5.0}
+    )
+    SAMPLER.edit(scores, [biased, spec()])
+    assert scores.tolist() == [[5.0, 1.0], [1.0, 1.0]]
+
+
+def test_only_allowed_tokens_stay_after_biases_and_other_rows_keep_theirs() -> None:
+    scores = torch.tensor([[4.0, 1.0, 2.0], [1.0, 3.0, 1.0], [5.0, 6.0, 7.0]])
+    several = spec(allowed_token_ids=(2, 0, 2), logit_bias={0: 1.5})
+    SAMPLER.edit(scores, [spec(allowed_token_ids=(1,)), spec(), several])
+    assert scores.tolist() == [
+        [-torch.inf, 1.0, -torch.inf],
+        [1.0, 3.0, 1.0],
+        [6.5, -torch.inf, 7.0],
+    ]
+
+
 def test_logprobs_are_those_of_the_unchanged_logits() -> None:
     scores = logits(2)
     expected = scores.log_softmax(-1)

@@ -127,18 +127,6 @@ class StepDevice:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Loaded:
-    """The part of a step that is not in its image."""
-
-    specs: Sequence[SampleSpec]
-    masks: Callable[[], RowMasks] | None
-    reported: torch.Tensor
-    """Places of the samples whose log-probabilities are asked for, int32, on the device."""
-    zeroed: torch.Tensor
-    """Pages to be zeroed, int32, on the device."""
-
-
-@dataclass(slots=True, kw_only=True)
 class _Launched:
     """A step that was run and not collected yet. Its tensors are on the host."""
 
@@ -191,9 +179,12 @@ class StepProgram:
         self._sample_rows = fields["sample_rows"]
         self.columns = fields["sampling"]
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
-        self._loaded = _Loaded(
-            specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0]
-        )
+        self._specs: Sequence[SampleSpec] = ()
+        self._masks: Callable[[], RowMasks] | None = None
+        self._reported = device.sampled[:0]
+        """Places of the samples whose log-probabilities are asked for, int32, on the device."""
+        self._zeroed = device.sampled[:0]
+        """Pages to be zeroed, int32, on the device."""
         self._launched: deque[_Launched] = deque()
         self.hidden = device.sampled[:0]
         """Rows of the last run after the last norm."""
@@ -234,33 +225,29 @@ class StepProgram:
         reported = images.append(sampler.reported_rows(specs).astype(np.int32))
         zeroed = images.append(np.array(zero_pages, dtype=np.int32))
         images.send()
-        self._loaded = _Loaded(
-            specs=specs,
-            masks=masks,
-            reported=images.device[reported].view(torch.int32),
-            zeroed=images.device[zeroed].view(torch.int32),
-        )
+        self._specs = specs
+        self._masks = masks
+        self._reported = images.device[reported].view(torch.int32)
+        self._zeroed = images.device[zeroed].view(torch.int32)
 
     def zero_pages(self) -> None:
         """Zero the pages that `load` got."""
-        if len(self._loaded.zeroed):
-            self._device.arena.zero_listed(self._loaded.zeroed)
+        if len(self._zeroed):
+            self._device.arena.zero_listed(self._zeroed)
 
     def run(self) -> None:
         """Compute the loaded step, and start to copy the chosen tokens to the host."""
         device = self._device
-        sampler = self._device.sampler
-        loaded = self._loaded
         forward, sample = self._replays or (self._forward, self._sample)
         forward()
-        masks = loaded.masks() if loaded.masks is not None else None
-        words = sampler.choose(
-            self.logits, loaded.specs, masks, loaded.reported, sample, device.sampled
+        masks = self._masks() if self._masks is not None else None
+        words = device.sampler.choose(
+            self.logits, self._specs, masks, self._reported, sample, device.sampled
         )
         self._launched.append(
             _Launched(
-                specs=loaded.specs,
-                codes=device.read(device.sampled[: len(loaded.specs)]),
+                specs=self._specs,
+                codes=device.read(device.sampled[: len(self._specs)]),
                 logprob_words=None if words is None else device.read(words),
                 done=mark(device.arena.device) if device.arena.device.type == "cuda" else None,
             )

@@ -112,10 +112,9 @@ class WideNumbers:
         if place not in self._wide_places:
             return self._leaf(schema, [place])
         keywords = schema.keys() - _UNTOLD
-        if "allOf" in keywords and (len(keywords) > 1 or len(schema["allOf"]) > 1):
-            return self._joined_objects(place)
         if keywords & _ALONE:
-            if len(keywords) > 1 and not self._repeats_type(schema, place, keywords):
+            joins = len(schema.get("allOf", ())) > 1
+            if joins or (len(keywords) > 1 and not self._repeats_type(schema, place, keywords)):
                 names = ", ".join(sorted(keywords))
                 raise self._refuse(f"Answers cannot be held to all of {names} at once here", place)
             return self._alone(schema, place)
@@ -232,62 +231,18 @@ class WideNumbers:
             raise self._refuse(
                 "Answers cannot be held to patternProperties and counts of properties here", place
             )
+        required = own.get("required", ())
+        more = (*place, "additionalProperties")
         members = {name: (*place, "properties", name) for name in own.get("properties", ())}
-        return self._members(members, own.get("required", ()), (*place, "additionalProperties"))
-
-    def _joined_objects(self, place: Place) -> str:
-        """Expression for an object that several schemas describe, each with properties of its own."""
-        members: dict[str, Place] = {}
-        required: list[str] = []
-        kinds = set()
-        for each, part in self._joined(place):
-            own = {name: (*part, "properties", name) for name in each.get("properties", ())}
-            keywords = each.keys() - _UNTOLD - {"allOf", "type", "properties", "required"}
-            if each.get("additionalProperties") is True:
-                keywords -= {"additionalProperties"}
-            if keywords or each.get("type", "object") != "object" or own.keys() & members.keys():
-                break
-            kinds.add(each.get("type"))
-            members |= own
-            required += each.get("required", ())
-        else:
-            if "object" in kinds:
-                return self._members(members, required, (*place, "additionalProperties"))
-        raise self._refuse(
-            "Answers can be held in allOf here only to objects with properties of their own, without limits on others",
-            place,
-        )
-
-    def _joined(self, place: Place) -> Iterator[tuple[Mapping[str, Any], Place]]:
-        """A schema and those that `allOf` and `$ref` join it with, each once."""
-        seen: set[Place] = set()
-        pending = [place]
-        while pending:
-            place = pending.pop()
-            if place in seen:
-                continue
-            seen.add(place)
-            schema = self._schemas[place]
-            if not isinstance(schema, dict):
-                yield {"type": "boolean"}, place
-            elif _is_reference(schema):
-                pending.append(place_of(schema["$ref"]))
-            else:
-                yield schema, place
-                joined = range(len(schema.get("allOf", ())))
-                pending += ((*place, "allOf", str(index)) for index in reversed(joined))
-
-    def _members(self, members: Mapping[str, Place], required: Sequence[str], more: Place) -> str:
-        """Expression for an object with members of these names and places, and further ones of the place `more`."""
         keys = {
             name: json.dumps(name, ensure_ascii=False)
             for name in dict.fromkeys((*members, *required))
         }
         pairs = []
         for name, key in keys.items():
-            place = members.get(name, more)
-            if self._schemas.get(place, True) is not False:
-                pair = f"{_quoted(key + ': ')} {self._value(place)}"
+            member = members.get(name, more)
+            if self._schemas.get(member, True) is not False:
+                pair = f"{_quoted(key + ': ')} {self._value(member)}"
                 pairs.append((pair, name in required))
         further = ""
         if self._schemas.get(more, True) is not False:

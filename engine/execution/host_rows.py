@@ -47,4 +47,5 @@ def host_rows(
 def host_slots(step: PackedStep, rows: StepRows) -> list[int]:
     """Adapter slot of each row, ascending; -1 is the base model. Padding belongs to the last chunk's adapter."""
     padding = len(rows.tokens) - step.num_rows
-    return np.pad(step.row_slots, (0, padding), mode="edge").tolist()
+    slots: list[int] = np.pad(step.row_slots, (0, padding), mode="edge").tolist()
+    return slots

@@ -84,7 +84,8 @@ class PackedStep:
 
     def last_rows(self) -> Int32Array:
         """Row of the last token of each chunk in `samples`."""
-        return (self.runs[0] + self.runs[1] - 1)[self.samples]
+        rows: Int32Array = (self.runs[0] + self.runs[1] - 1)[self.samples]
+        return rows
 
 
 def pack_step(

@@ -84,15 +84,14 @@ def _conditions(schema: Mapping[str, Any]) -> Iterator[list[list[Place]]]:
         members = {"object": _required(schema), "array": _first_items(schema)}
         yield [list(members[kind]) for kind in types]
     if types == {"object"} and schema.get("minProperties", 0) > len(set(required)):
-        yield [
-            *(
-                [("properties", name)]
-                for name in schema.get("properties", ())
-                if name not in required
-            ),
-            *([("patternProperties", name)] for name in schema.get("patternProperties", ())),
-            [("additionalProperties",)] if "additionalProperties" in schema else [],
+        more: list[Place] = [
+            ("patternProperties", name) for name in schema.get("patternProperties", ())
         ]
+        more += [
+            ("properties", name) for name in schema.get("properties", ()) if name not in required
+        ]
+        other: list[Place] = [("additionalProperties",)] if "additionalProperties" in schema else []
+        yield [*([place] for place in more), other]
 
 
 def _required(schema: Mapping[str, Any]) -> Iterator[Place]:

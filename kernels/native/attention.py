@@ -18,6 +18,8 @@ from manylora.kernels.plain.rows import check_kv_write, check_rope
 
 TASK_ROWS = 128
 """Query rows that are computed together, times the heads of a KV group."""
+ARGUMENTS = "iiiiiifiiiiiiiiiifii"
+"""Types of the arguments of `attend` in C++, as `native_function` takes them."""
 
 
 def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
@@ -118,7 +120,7 @@ def _run(
     out: Tensor,
 ) -> None:
     _, heads, _, head_dim = kv.k.shape
-    is_short = native_function("attend", out.dtype, "iiiiiifiiiiiiiiiifii", ctypes.c_bool)(
+    is_short = native_function("attend", out.dtype, ARGUMENTS, ctypes.c_bool)(
         *projection,
         kv.address,
         batch.block_table.data_ptr(),

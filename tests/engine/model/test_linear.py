@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_weight_in_8_bits_is_kept_as_it_is_or_rounded_once_more_but_is_no_floa
 
 
 def test_a_device_without_layers_of_8_bits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    (usual,) = (each.default for each in fields(Kernels) if each.name == "quantised_linear")
+    usual: Any = next(each.default for each in fields(Kernels) if each.name == "quantised_linear")
     without = replace(torch_kernels(), quantised_linear=usual)
     monkeypatch.setattr("manylora.engine.model.linear.kernels_for", lambda *_: without)
     with pytest.raises(ValueError, match="expected bf16; this device has no layers in 8 or 4 bits"):

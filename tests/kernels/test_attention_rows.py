@@ -76,10 +76,9 @@ def test_unused_items_and_tiles_change_nothing(window: int | None, impl: Impleme
     )
     expected = operands.attend(impl.kernels.paged_attention)
     before, count = operands.batch.rows(2, window or 0), len(operands.q)
-    # Three rows of padding are items of length 0; two places for items are not used, beside rows that others have.
-    rows = padded(
-        before, [(0, 0, -1), (count - 1, 9, 0), (count - 2, 0, 0), (3, 0, -1), (count - 3, 0, 0)], 2
-    )
+    # Four rows of no request are items of length 0; two places for items are not used, beside rows that others have.
+    of_none = [(count - 1, 9, 0), (count - 2, 0, 0), (count - 3, 0, 0), (16, 0, 0)]
+    rows = padded(before, [(0, 0, -1), *of_none, (3, 0, -1)], 2)
     operands.batch = AttentionBatch.of_rows(rows, count)
     out = operands.attend(impl.kernels.paged_attention)
     assert torch.equal(bits(out), bits(expected))

@@ -181,10 +181,12 @@ class WideNumbers:
             if not isinstance(schema, dict):
                 continue
             pending += [(*each, *part) for part, _ in parts_of(schema) if part[0] not in _SHARED]
-            target = place_of(schema["$ref"])[:2] if "$ref" in schema else None
-            if target is not None and target[:1] not in (("$defs",), ("definitions",)):
+            if "$ref" not in schema:
+                continue
+            target = place_of(schema["$ref"])[:2]
+            if not target or target[0] not in _SHARED:
                 raise self._refuse("A $ref can name only a place in $defs here", each)
-            if target is not None and target not in found:
+            if target not in found:
                 found[target] = None
                 pending.append(target)
         return list(found)

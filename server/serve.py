@@ -52,11 +52,10 @@ from manylora.server.http.listen import (
 )
 from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.gate import Gate
-from manylora.server.process.database_turns import database_turns
 from manylora.server.process.drain import Drain
 from manylora.server.process.logs import configure_logs
 from manylora.server.process.long_work import keep_interpreter_moving
-from manylora.server.process.threads import cancel_all
+from manylora.server.process.threads import cancel_all, share_database
 from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.sandbox.grammar_checker import GrammarChecker
 from manylora.server.services import CallerLimits, Services, Versions, base_names
@@ -180,7 +179,7 @@ async def open_services(
     """
     registry = await _open_registry(config, key)
     stack.push_async_callback(registry.close)
-    registry.database.share(database_turns())
+    share_database(registry.database)
     blobs = await asyncio.to_thread(open_blob_store, config)
     engine = EngineClient(config, announce=announce, worker=worker)
     stack.push_async_callback(engine.close)

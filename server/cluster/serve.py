@@ -34,9 +34,8 @@ from manylora.server.http.listen import (
     run_until_signal,
     url_of,
 )
-from manylora.server.process.database_turns import database_turns
 from manylora.server.process.logs import configure_logs
-from manylora.server.process.threads import cancel_all
+from manylora.server.process.threads import cancel_all, share_database
 
 Announce = Callable[[str], None]
 
@@ -68,7 +67,7 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
         registry = await Registry.open(
             config.registry.database_url, server.data_dir, key.secret, pepper=pepper
         )
-        registry.database.share(database_turns())
+        share_database(registry.database)
         stack.push_async_callback(registry.close)
         apps = await open_gateway(config, registry, shutdown.drain, stack)
         url = url_of(server.host, listener)

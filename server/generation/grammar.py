@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +11,7 @@ from manylora.engine.grammar.schema_reader import parts_of
 from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
+from manylora.server.process.threads import in_thread
 
 if TYPE_CHECKING:
     from manylora.server.sandbox.grammar_checker import GrammarChecker
@@ -114,7 +114,7 @@ class _Search:
             return None
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         try:
-            lark = await asyncio.to_thread(json_grammar, {**schema, **shared}, path)
+            lark = await in_thread(json_grammar, {**schema, **shared}, path)
         except InvalidRequestError:
             return None
         problem = await self._problem(lark)

@@ -14,7 +14,6 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from manylora.config import usable_cores
 from manylora.errors import ConfigError, NotFoundError
 from manylora.server.errors import error_response
 from manylora.server.http.connection_room import (
@@ -24,15 +23,12 @@ from manylora.server.http.connection_room import (
 )
 from manylora.server.http.wire import BoundedReads
 from manylora.server.process.drain import Drain
-from manylora.server.process.threads import FairThreads
 
 log = structlog.get_logger("manylora.server")
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
 """Connections that wait to be taken in."""
 METRICS_CONNECTIONS = 32
-MAX_THREADS = 32
-"""Threads for what would hold up the event loop, as asyncio has them."""
 STOP_S = 3
 """Seconds that connections have to close once everything was drained."""
 
@@ -44,8 +40,6 @@ def run_until_signal(
     raise_descriptor_limit()
 
     async def run() -> int:
-        threads = FairThreads(min(MAX_THREADS, usable_cores() + 4), "manylora-work")
-        asyncio.get_running_loop().set_default_executor(threads)
         shutdown = Shutdown(drain_s)
         try:
             await serve(shutdown)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,22 +22,13 @@ from manylora.server.cluster.links import Links
 from manylora.server.cluster.metrics import GatewayMetrics
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import cluster_token
-from manylora.server.http.listen import metrics_app
 from manylora.server.process.drain import Drain
-
-
-class GatewayApps(NamedTuple):
-    """The applications of a gateway."""
-
-    main: ASGIApp
-    metrics: ASGIApp
-    """For a port of its own: GET /metrics without a key."""
 
 
 async def open_gateway(
     config: GatewayConfig, registry: Registry, drain: Drain, stack: AsyncExitStack
-) -> GatewayApps:
-    """Connect to the replicas; `stack` closes the connections.
+) -> tuple[ASGIApp, Callable[[], Awaitable[Response]]]:
+    """Connect to the replicas; `stack` closes the connections. Returns the app, and the page of its metrics.
 
     Raises:
         CapacityError: The database cannot answer.
@@ -51,7 +43,7 @@ async def open_gateway(
         outer_layers(config.server, registry, drain, metrics.answered)
     ):
         app = layer(app, *arguments, **options)
-    return GatewayApps(app, metrics_app(metrics.page))
+    return app, metrics.page
 
 
 class OwnRoutes:

@@ -24,6 +24,7 @@ from manylora.server.cluster.app import open_gateway
 from manylora.server.cluster.duties import Duties
 from manylora.server.cluster.membership import Membership
 from manylora.server.cluster.replica import join
+from manylora.server.http.listen import metrics_app
 from manylora.server.process.drain import Drain
 from registry_samples import server_sample
 
@@ -78,15 +79,15 @@ class FakeGateway:
     ) -> FakeGateway:
         """Start a gateway, which `stack` ends."""
         drain = Drain()
-        apps = await open_gateway(config, registry, drain, stack)
+        app, page = await open_gateway(config, registry, drain, stack)
 
         async def main(_: str) -> ASGIApp:
-            return apps.main
+            return app
 
         return cls(
             await stack.enter_async_context(listening(main)),
-            apps.main,
-            apps.metrics,
+            app,
+            metrics_app(page),
             registry,
             drain,
         )

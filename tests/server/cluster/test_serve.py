@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from manylora.config import Auth, GatewayConfig, RegistryConfig, ServerConfig
+from manylora.server import run
 from manylora.server.cluster.serve import serve_gateway
 
 
@@ -22,6 +23,8 @@ def test_a_gateway_says_who_may_come(
 ) -> None:
     monkeypatch.setenv("MANYLORA_PEPPER", "p" * 32)
     monkeypatch.setenv("MANYLORA_ADMIN_KEY", "k" * 32)
+    monkeypatch.setattr(run, "configure_logs", lambda: None)
+    monkeypatch.setattr(run, "keep_interpreter_moving", lambda: None)
     said: list[str] = []
 
     def announce(line: str) -> None:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from manylora.config import GatewayConfig, RegistryConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.registry.registry import Registry
+from manylora.server import run
 from manylora.server.cluster import app as cluster_app
 from manylora.server.cluster import serve as gateway
 from manylora.server.http.listen import bind, listen, listen_beside
@@ -49,6 +50,7 @@ def test_a_gateway_that_loses_its_port_while_it_starts_is_neither_listed_nor_say
 ) -> None:
     monkeypatch.setenv("MANYLORA_PEPPER", "p" * 32)
     monkeypatch.setenv("MANYLORA_ADMIN_KEY", "k" * 32)
+    monkeypatch.setattr(run, "configure_logs", lambda: None)
     said: list[str] = []
     open_gateway = cluster_app.open_gateway
     with bind("127.0.0.1", 0) as rival:

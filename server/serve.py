@@ -82,8 +82,7 @@ def _leave_out_torch() -> None:
 
 async def _open(config: Config, worker: Worker | None, start: Start) -> Role:
     if config.server.role == "replica":  # its room is not entered otherwise
-        from manylora.server.cluster.duties import Duties
-        from manylora.server.cluster.replica import join
+        from manylora.server.cluster.replica import Duties, join
 
         duties = Duties()
         services = await open_services(config, start, worker, duties.is_own)

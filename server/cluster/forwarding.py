@@ -19,12 +19,14 @@ from manylora.registry.records import Identity
 from manylora.registry.servers import Server
 from manylora.server.apis import FACTS
 from manylora.server.cluster.links import Links
-from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Target
-from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
+from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH, PROBE
+from manylora.server.http.body import content_length
 from manylora.server.process.drain import Drain, Exchange
 from manylora.server.process.threads import cancel_all
 
+LONG_BYTES = 16 * 1024
+"""A gateway reads a longer body only after a replica said that its request may come in."""
 MAX_TRIES = 3
 """Replicas that are asked for one request."""
 _HOP_BY_HOP = frozenset(
@@ -69,7 +71,7 @@ class Forwarding:
         tenant = (identity.tenant if identity else None) or ""
         listed = {server.name: server for server in self._links.listed}
         facts = FACTS.get(request.url.path)
-        order: Sequence[Replica | Server]
+        order: Sequence[Server]
         if (named := request.query_params.get("server")) is not None:
             if named not in listed:
                 raise NotFoundError(
@@ -80,9 +82,7 @@ class Forwarding:
             await self._ask_all(request, self._connected(list(listed.values())), exchange, send)
             return
         else:
-            order = self._links.router.order(
-                Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
-            )
+            order = self._order(tenant)
             # Where no engine runs, its server still answers what needs none.
             order = order or [
                 listed[name]
@@ -103,6 +103,33 @@ class Forwarding:
             else:
                 return
         raise error
+
+    def _order(self, tenant: str) -> Sequence[Server]:
+        """Replicas for all requests of a tenant that are no generations: what one holds of its limits is there."""
+        return self._links.router.order(
+            Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
+        )
+
+    async def refusal(self, request: Request, exchange: Exchange) -> Response | None:
+        """A replica's refusal of a request whose body is long, by its head; None where the body is to be read."""
+        length = content_length(request)
+        if (length or 0) <= LONG_BYTES and "transfer-encoding" not in request.headers:
+            return None
+        replica = next(iter(self._order(request.state.identity.tenant or "")), None)
+        if replica is None:
+            return None
+        url = url_of(replica, request)
+        headers = [*self.headers_for_replica(request), (PROBE, "1")]
+        try:
+            with exchange.running(), self._links.using(replica.name, exchange.lose):
+                async with self._links.session.post(
+                    url, headers=headers, allow_redirects=False
+                ) as answer:
+                    body = await answer.read()
+        except BROKEN:
+            self._links.router.failed(replica.name)
+            return None
+        return whole(answer, body) if 400 <= answer.status < 500 else None
 
     def _connected(self, servers: Sequence[Server]) -> Sequence[Server]:
         """These replicas, if this gateway is connected to all of them; the router may have ejected some.
@@ -148,7 +175,7 @@ class Forwarding:
         )
 
     async def _forward(
-        self, request: Request, replica: Replica | Server, exchange: Exchange, send: Send
+        self, request: Request, replica: Server, exchange: Exchange, send: Send
     ) -> None:
         """Have a replica answer.
 
@@ -276,7 +303,7 @@ async def _body_of(
     watchers.append(watch(request.receive, exchange))
 
 
-def url_of(replica: Replica | Server, request: Request) -> URL:
+def url_of(replica: Server, request: Request) -> URL:
     """A replica's address with path and query as they came."""
     query = request.scope["query_string"]
     path = request.scope["raw_path"] + (b"?" + query if query else b"")

@@ -11,7 +11,6 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from manylora.config import environment
@@ -20,8 +19,6 @@ from manylora.server.process.threads import in_thread
 MAX_ANSWER_BYTES = 1 << 24
 LONG_BYTES = 1 << 15
 """Jobs and answers above this size are written and read in threads."""
-LOOK_S = 1.0
-"""Seconds between two looks at whether a process was stopped."""
 _LIMITS = frozenset({signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV})
 """Signals by which the system ends what passes a limit of CPU time, memory or stack."""
 _HIDDEN = ("MANYLORA_", "AWS_", "PG")
@@ -43,7 +40,7 @@ class NoAnswerError(Exception):
 
 
 class ProcessLostError(NoAnswerError):
-    """A process was ended, or stopped, from outside."""
+    """A process was ended from outside."""
 
 
 class SandboxedProcesses:
@@ -61,7 +58,7 @@ class SandboxedProcesses:
         self._numbers = itertools.count()
 
     async def ask(self, job: object, *, cpu_s: float, wall_s: float, num_bytes: int = 0) -> Any:  # noqa: ANN401 - JSON
-        """The answer to a job. A process that was ended or stopped from outside is replaced once.
+        """The answer to a job. A process that was ended from outside is replaced once.
 
         Args:
             job: Of JSON types.
@@ -90,7 +87,6 @@ class SandboxedProcesses:
     async def _ask(self, number: int, line: bytes, wall_s: float) -> Any:  # noqa: ANN401 - JSON
         process = await self._idle_or_new()
         is_sound = False
-        watching = asyncio.create_task(_end_when_stopped(process))
         try:
             async with asyncio.timeout(wall_s):
                 found = await _exchange(process, number, line)
@@ -98,7 +94,6 @@ class SandboxedProcesses:
         except TimeoutError as error:
             raise WallTimeError(f"no answer within {wall_s} s") from error
         finally:
-            watching.cancel()
             if is_sound:
                 self._idle.append(process)
             else:
@@ -164,26 +159,6 @@ def _pipes(process: Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader
     if process.stdin is None or process.stdout is None:
         raise ValueError("a process of a sandbox has pipes")
     return process.stdin, process.stdout
-
-
-async def _end_when_stopped(process: Process) -> None:
-    """Wait until the process or its fork is stopped, which nobody tells, and kill both."""
-    while not _is_stopped(process.pid):  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(LOOK_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    """True if a process or one of its children was stopped, which only a signal ends."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        stats = [
-            Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)
-        ]
-    except OSError:  # one of them has ended
-        return False
-    return any(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 async def _end(process: Process) -> None:

@@ -107,7 +107,7 @@ class AdapterValidator:
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
-            CapacityError: Two processes were ended or stopped meanwhile, which is not the job's doing.
+            CapacityError: Two processes were ended meanwhile, which is not the job's doing.
         """
         try:
             found = await self._processes.ask(

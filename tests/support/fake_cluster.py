@@ -21,9 +21,8 @@ from manylora.registry.records import UsageEvent, UsageQuery
 from manylora.registry.registry import Registry
 from manylora.registry.servers import Role
 from manylora.server.cluster.app import open_gateway
-from manylora.server.cluster.duties import Duties
 from manylora.server.cluster.membership import Membership
-from manylora.server.cluster.replica import join
+from manylora.server.cluster.replica import Duties, join
 from manylora.server.http.listen import metrics_app
 from manylora.server.process.drain import Drain
 from registry_samples import server_sample

@@ -16,7 +16,7 @@ from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.request import Grammar
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError
-from manylora.server.sandbox import grammar_checker, processes
+from manylora.server.sandbox import grammar_checker
 from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 pytestmark = pytest.mark.anyio
@@ -151,14 +151,3 @@ async def test_a_check_that_gets_no_time_says_nothing_of_the_grammar(
     monkeypatch.setattr(grammar_checker, "WALL_S", 60.0)
     program("print(json.dumps([json.loads(input())[0], 'verdict']))")
     assert await own.problem(SMALL, "t") == "verdict"
-
-
-async def test_a_check_goes_on_when_its_process_was_stopped(
-    own: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "LOOK_S", 0.01)
-    before = children()
-    assert await own.problem(SMALL, "t") is None
-    (stopped,) = set(children()) - set(before)
-    stopped.suspend()
-    assert await own.problem(Grammar.of('start: "b"'), "t") is None

@@ -16,8 +16,7 @@ from blob_io import store
 from fake_engine import demo_ready
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.checkpoint.reader import check_weights
-from manylora.errors import AdapterFormatError, AdapterIncompatibleError, CapacityError
-from manylora.server.sandbox import processes
+from manylora.errors import AdapterFormatError, AdapterIncompatibleError
 from manylora.server.uploads import validation
 from manylora.server.uploads.validation import AdapterValidator
 
@@ -199,32 +198,6 @@ async def test_a_kept_process_that_died_is_replaced(
     await asyncio.sleep(0.1)  # until the event loop knows
     await validator.validate(sound().config, weights, "a" * 64, 1)
     await validator.close()
-
-
-async def test_a_stopped_process_is_replaced(
-    validator: AdapterValidator, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "LOOK_S", 0.01)
-    alone = await validator.validate(sound().config, weights, "a" * 64, 1)
-    (process,) = kept_processes()
-    process.suspend()
-    assert await validator.validate(sound().config, weights, "a" * 64, 1) == alone
-    assert not process.is_running()
-    await validator.close()
-
-
-async def test_processes_that_are_stopped_at_work_are_not_the_adapters_fault(
-    validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "LOOK_S", 0.01)
-    program = tmp_path / "python"
-    program.write_text(
-        f"#!{sys.executable}\nimport os\nif not os.fork(): os.kill(os.getpid(), 19)\nos.wait()\n"
-    )
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(CapacityError, match="Try again in a moment"):
-        await validator.in_child({"config": ""}, 10)
 
 
 def kept_processes() -> list[psutil.Process]:

@@ -24,7 +24,7 @@ from manylora.errors import ManyloraError
 from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.middleware import AuthMiddleware
-from manylora.server.errors import error_response
+from manylora.server.errors import answer, error_response
 from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget, HeldBody
 from manylora.server.http.dashboard import PUBLIC_PATHS
 from manylora.server.limits.reservation import LimitReservation
@@ -120,14 +120,14 @@ class Boundary:
             await self._app(scope, receive, send)
         except ClientDisconnect:
             return  # the client is gone
-        except ManyloraError as error:
-            await error_response(error, path)(scope, receive, send)
         except Exception as error:
-            request_id = scope["state"]["request_id"]
-            log.exception("internal_error", request_id=request_id, path=path[:512])
+            shown = error if isinstance(error, ManyloraError) else ManyloraError(str(error))
+            if answer(shown)[0] == 500:
+                request_id = scope["state"]["request_id"]
+                log.exception("internal_error", request_id=request_id, path=path[:512])
             if has_started():
                 raise
-            await error_response(ManyloraError(str(error)), path)(scope, receive, send)
+            await error_response(shown, path)(scope, receive, send)
 
     def _add_headers(
         self, headers: MutableHeaders, request_id: str, reservation: LimitReservation

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ from manylora.server.process.long_work import keep_interpreter_moving
 from manylora.server.process.threads import cancel_all, share_database
 
 Announce = Callable[[str], None]
+MAX_THREADS = 128
 OTHER_BILL_S = 10.0
 """Seconds after a replica starts again in which gateways may bill the requests that it was killed under."""
 
@@ -88,6 +90,9 @@ def run_server(
     raise_descriptor_limit()
 
     async def run() -> int:
+        # More than all that take places, so that none of them waits for another one's thread.
+        threads = ThreadPoolExecutor(MAX_THREADS, "manylora-work")
+        asyncio.get_running_loop().set_default_executor(threads)
         shutdown = Shutdown(config.server.drain_s)
         try:
             await _serve_until(config, announce, open_role, shutdown)

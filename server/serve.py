@@ -159,7 +159,6 @@ async def open_services(
         metrics=metrics,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
-    stack.callback(services.bodies.long_work.close)
     stack.push_async_callback(versions.garbage.close)
     stack.push_async_callback(cancel_all, [await sweeper_of(services).start()])
     await versions.pins.sync()

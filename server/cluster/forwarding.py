@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import aiohttp
 from starlette.requests import ClientDisconnect, Request
@@ -17,7 +18,6 @@ from yarl import URL
 from manylora.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
 from manylora.registry.records import Identity
 from manylora.registry.servers import Server
-from manylora.server.apis import FACTS
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH, PROBE
@@ -65,22 +65,15 @@ class Forwarding:
 
     async def pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
         """Send another request to a replica: all of them work on one registry and one blob store."""
-        if request.method == "CONNECT" or not request.scope["raw_path"].startswith(b"/"):
-            raise NotFoundError(f"There is no route {request.method} {request.url.path[:100]}.")
         identity: Identity | None = getattr(request.state, "identity", None)
         tenant = (identity.tenant if identity else None) or ""
         listed = {server.name: server for server in self._links.listed}
-        facts = FACTS.get(request.url.path)
-        order: Sequence[Server]
         if (named := request.query_params.get("server")) is not None:
             if named not in listed:
                 raise NotFoundError(
                     f"There is no replica {named!r}: GET /v1/servers lists them.", param="server"
                 )
             order = self._connected([listed[named]])
-        elif request.method == "POST" and facts is not None and facts.is_for_all_replicas:
-            await self._ask_all(request, self._connected(list(listed.values())), exchange, send)
-            return
         else:
             order = self._order(tenant)
             # Where no engine runs, its server still answers what needs none.
@@ -145,10 +138,9 @@ class Forwarding:
                 raise CapacityError(message, code="no_replica", retry_after_s=1)
         return servers
 
-    async def _ask_all(
-        self, request: Request, replicas: Sequence[Server], exchange: Exchange, send: Send
-    ) -> None:
+    async def ask_all(self, request: Request, exchange: Exchange, send: Send) -> None:
         """Send a request without a body to all replicas; answers with the worst of their answers."""
+        replicas = self._connected(self._links.listed)
         headers = self.headers_for_replica(request)
 
         async def ask(replica: Server) -> Response:
@@ -159,17 +151,17 @@ class Forwarding:
                 ) as answer:
                     return whole(answer, await answer.read())
 
-        watcher = watch(request.receive, exchange)
         asking = [asyncio.create_task(ask(each)) for each in replicas]
         try:
-            with exchange.running():
-                answers = await asyncio.gather(*asking)
+            async with watching(request, exchange):
+                with exchange.running():
+                    answers = await asyncio.gather(*asking)
         except BROKEN as error:
             raise ReplicaLostError(
                 "A replica is gone, others go on; send the request again."
             ) from error
         finally:
-            await cancel_all([watcher, *asking])
+            await cancel_all(asking)
         await max(answers, key=lambda answer: answer.status_code)(
             request.scope, request.receive, send
         )
@@ -288,6 +280,16 @@ def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
         exchange.cut(ClientDisconnect())
 
     return asyncio.create_task(until_gone())
+
+
+@asynccontextmanager
+async def watching(request: Request, exchange: Exchange) -> AsyncIterator[None]:
+    """`watch` during the block."""
+    watcher = watch(request.receive, exchange)
+    try:
+        yield
+    finally:
+        await cancel_all([watcher])
 
 
 async def _body_of(

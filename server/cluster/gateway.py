@@ -43,7 +43,7 @@ from manylora.server.cluster.forwarding import (
     headers_for_client,
     no_replica,
     url_of,
-    watch,
+    watching,
     whole,
 )
 from manylora.server.cluster.links import Links
@@ -58,7 +58,6 @@ from manylora.server.http.route_facts import error_shape
 from manylora.server.http.unknown_routes import MAX_SHOWN
 from manylora.server.limits.accounts import Accounts, Holder, LimitedAccount
 from manylora.server.process.drain import Drain, Exchange
-from manylora.server.process.threads import cancel_all
 from manylora.server.versions.names import ModelNames, ResolvedModel
 
 log = structlog.get_logger("manylora.server")
@@ -147,15 +146,27 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a replica answers."""
-        if scope["path"].startswith("/internal/"):  # the gateway's token would open it
-            raise NotFoundError(f"There is no route {scope['path'][:MAX_SHOWN]}.")
+        path = scope["path"]
+        if (
+            path.startswith("/internal/")  # the gateway's token would open it
+            or scope["method"] == "CONNECT"
+            or not scope["raw_path"].startswith(b"/")
+        ):
+            raise NotFoundError(f"There is no route {scope['method']} {path[:MAX_SHOWN]}.")
+        request = Request(scope, receive)
         exchange = Exchange()
+        facts = FACTS.get(path) if scope["method"] == "POST" else None
         with self.drain.running(exchange.cut):
-            facts = FACTS.get(scope["path"])
-            if scope["method"] == "POST" and facts is not None and facts.generates:
-                await self._generate(Request(scope, receive), exchange, send)
+            if facts is not None and facts.generates:
+                await self._generate(request, exchange, send)
+            elif (
+                facts is not None
+                and facts.is_for_all_replicas
+                and "server" not in request.query_params
+            ):
+                await self._forwarding.ask_all(request, exchange, send)
             else:
-                await self._forwarding.pass_on(Request(scope, receive), exchange, send)
+                await self._forwarding.pass_on(request, exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
         self.registry.usage.check()  # what a replica loses is billed here
@@ -167,11 +178,8 @@ class Gateway:
         asked = await self._read(
             request, caller, await json_bytes(request, self._max_body_bytes, self._pace)
         )
-        watcher = watch(request.receive, exchange)
-        try:
+        async with watching(request, exchange):
             await self._try_replicas(asked, exchange, send)
-        finally:
-            await cancel_all([watcher])
 
     async def _caller(self, request: Request) -> tuple[Caller, Limits]:
         """The caller, with the limits of its tenant; no tenant for an admin who names none, or what is no tenant."""

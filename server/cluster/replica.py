@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import manylora
-from manylora.errors import ConfigError, EngineUnavailableError
+from manylora.errors import CapacityError, ConfigError, EngineUnavailableError
 from manylora.registry.servers import Server
 from manylora.server.cluster.loads import ranked
 from manylora.server.cluster.membership import Membership
@@ -40,7 +40,6 @@ from manylora.server.http.sse import ClosingResponse
 from manylora.server.http.wire import TRUST
 from manylora.server.process.threads import cancel_all, repeat
 from manylora.server.services import Services, base_names
-from manylora.server.status.readiness import can_generate
 
 LOOK_S = 0.5
 """Seconds between two looks for changes in the registry and the list; a change is followed within a second."""
@@ -159,7 +158,7 @@ class Reports:
         state = self._membership.server.state
         return Report(
             boot_id=self._membership.server.boot_id,
-            state="down" if state == "ready" and not can_generate(self._services) else state,
+            state="down" if state == "ready" and not self._can_generate() else state,
             backlog_s=backlog / rate if rate else 0.0,
             rate=rate,
             base_names=base_names(self._services.config),
@@ -167,6 +166,14 @@ class Reports:
             waiting=gate.num_waiting,
             tiers=tiers,
         )
+
+    def _can_generate(self) -> bool:
+        """True if an answer can be computed and recorded, as far as is known without asking the database."""
+        try:
+            self._services.registry.usage.check()
+        except CapacityError:
+            return False
+        return self._services.engine.ready is not None
 
     async def _tiers(self) -> dict[str, str]:
         """Adapters of the engine that need no fetch, by digest; asked once for all gateways."""

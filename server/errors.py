@@ -88,22 +88,21 @@ def error_body(error: ManyloraError) -> JsonBody:
 
 
 def error_response(error: ManyloraError, path: str = "") -> Response:
-    """The whole answer: status, headers, and a body in the shape of the path."""
-    status, _ = answer(error)
-    return _response(status, error_body(error), error_headers(error), path)
-
-
-def error_headers(error: ManyloraError) -> dict[str, str]:
-    """Headers that the status asks for."""
+    """The whole answer: status, headers that it asks for, and a body in the shape of the path."""
     status, _ = answer(error)
     headers: dict[str, str] = {}
     if isinstance(error, errors.CapacityError | errors.RateLimitError):
-        headers.update(_retry_headers(error.retry_after_s))
+        # By these OpenAI's clients retry: after how long, or not at all.
+        if error.retry_after_s is None:
+            headers["x-should-retry"] = "false"
+        else:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if status in LAST_BYTES or error.code in LAST_BYTES_CODES:
         headers["connection"] = "close"
-    return headers
+    return _response(status, error_body(error), headers, path)
 
 
 def from_engine(error: engine_request.RequestError) -> ManyloraError:
@@ -115,16 +114,6 @@ def install(app: FastAPI) -> None:
     """Give errors of FastAPI and Starlette their answers; `Boundary` answers all others."""
     app.exception_handler(HTTPException)(_on_http_exception)
     app.exception_handler(RequestValidationError)(_on_validation_error)
-
-
-def _retry_headers(retry_after_s: float | None) -> dict[str, str]:
-    """The headers by which OpenAI's clients retry: after how long, or not at all."""
-    if retry_after_s is None:
-        return {"x-should-retry": "false"}
-    return {
-        "retry-after": str(max(1, math.ceil(retry_after_s))),
-        "retry-after-ms": str(max(1, math.ceil(1000 * retry_after_s))),
-    }
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> JsonBody:

@@ -76,11 +76,10 @@ class Role(NamedTuple):
     """A line for the operator."""
 
 
-def run_server(
-    config: Config | GatewayConfig,
-    announce: Announce,
-    open_role: Callable[[Start], Awaitable[Role]],
-) -> int:
+OpenRole = Callable[[Start], Awaitable[Role]]
+
+
+def run_server(config: Config | GatewayConfig, announce: Announce, open_role: OpenRole) -> int:
     """Serve in an event loop of its own until a signal ends it, also during the start; returns the exit code.
 
     Raises:
@@ -109,7 +108,7 @@ def run_server(
 async def _serve_until(
     config: Config | GatewayConfig,
     announce: Announce,
-    open_role: Callable[[Start], Awaitable[Role]],
+    open_role: OpenRole,
     shutdown: Shutdown,
 ) -> None:
     server = config.server

@@ -111,18 +111,28 @@ class Forwarding:
         replica = next(iter(self._order(request.state.identity.tenant or "")), None)
         if replica is None:
             return None
-        url = url_of(replica, request)
         headers = [*self.headers_for_replica(request), (PROBE, "1")]
         try:
-            with exchange.running(), self._links.using(replica.name, exchange.lose):
-                async with self._links.session.post(
-                    url, headers=headers, allow_redirects=False
-                ) as answer:
-                    body = await answer.read()
+            with exchange.running():
+                answer = await self._ask(replica, request, headers, exchange)
         except BROKEN:
             self._links.router.failed(replica.name)
             return None
-        return whole(answer, body) if 400 <= answer.status < 500 else None
+        return answer if 400 <= answer.status_code < 500 else None
+
+    async def _ask(
+        self,
+        replica: Server,
+        request: Request,
+        headers: Sequence[tuple[str, str]],
+        exchange: Exchange,
+    ) -> Response:
+        """A replica's answer to a request without a body, within the exchange."""
+        with self._links.using(replica.name, exchange.lose):
+            async with self._links.session.post(
+                url_of(replica, request), headers=headers, allow_redirects=False
+            ) as answer:
+                return whole(answer, await answer.read())
 
     def _connected(self, servers: Sequence[Server]) -> Sequence[Server]:
         """These replicas, if this gateway is connected to all of them; the router may have ejected some.
@@ -142,16 +152,9 @@ class Forwarding:
         """Send a request without a body to all replicas; answers with the worst of their answers."""
         replicas = self._connected(self._links.listed)
         headers = self.headers_for_replica(request)
-
-        async def ask(replica: Server) -> Response:
-            url = url_of(replica, request)
-            with self._links.using(replica.name, exchange.lose):
-                async with self._links.session.post(
-                    url, headers=headers, allow_redirects=False
-                ) as answer:
-                    return whole(answer, await answer.read())
-
-        asking = [asyncio.create_task(ask(each)) for each in replicas]
+        asking = [
+            asyncio.create_task(self._ask(each, request, headers, exchange)) for each in replicas
+        ]
         try:
             async with watching(request, exchange):
                 with exchange.running():

@@ -264,7 +264,7 @@ class Gateway:
             if replica is None or (asked.tried and not self.links.router.may_retry()):
                 break
             if lost_id is not None:
-                await asyncio.shield(self._bill(asked, lost_id, RETRIED, Counts(0, 0, 0)))
+                await asyncio.shield(self._bill(asked, lost_id, RETRIED, Counts()))
                 lost_id = None
             ledger_id = self.registry.usage.mint_id()
             self.num_retried += len(asked.tried) == 1
@@ -286,7 +286,7 @@ class Gateway:
                 self.links.router.failed(replica.name)
                 lost_id = ledger_id
         if lost_id is not None:
-            await asyncio.shield(self._bill(asked, lost_id, "error", Counts(0, 0, 0)))
+            await asyncio.shield(self._bill(asked, lost_id, "error", Counts()))
         if best is None:
             raise error
         await best(asked.request.scope, asked.request.receive, send)

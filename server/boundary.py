@@ -10,7 +10,6 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.config import ServerConfig
 from manylora.errors import ManyloraError
-from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.middleware import AuthMiddleware
 from manylora.server.errors import answer, error_response
@@ -82,7 +80,7 @@ class Boundary:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
         reservation = LimitReservation()
-        body = HeldBody(self._bodies, partial(_tenant_of, scope))
+        body = HeldBody(self._bodies)
         ends = AsyncExitStack()
         ends.callback(body.end)
         ends.callback(reservation.end)
@@ -138,12 +136,6 @@ class Boundary:
         if self._drain.is_draining:
             headers["connection"] = "close"
         headers.update(reservation.headers())
-
-
-def _tenant_of(scope: Scope) -> str:
-    """The caller's tenant; empty for an admin, and where nobody was identified."""
-    identity: Identity | None = scope["state"].get("identity")
-    return (identity.tenant_id if identity else None) or ""
 
 
 def request_id_of(headers: Headers) -> str:

@@ -9,12 +9,20 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any
 
-from prometheus_client import generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import manylora
 from manylora.config import GatewayConfig
 from manylora.errors import CapacityError
 from manylora.registry.registry import Registry
@@ -25,7 +33,8 @@ from manylora.server.cluster.links import Links
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import cluster_token
 from manylora.server.process.drain import Drain
-from manylora.server.telemetry.common_metrics import CONTENT_TYPE, CommonMetrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def open_gateway(
@@ -106,12 +115,27 @@ class OwnRoutes:
         return {**seen, "adapters": adapters, "in_flight": state.in_flight}
 
 
-class GatewayMetrics(CommonMetrics):
+class GatewayMetrics(Collector):
     """Counts of a gateway; those of requests, tokens and engines are the replicas' own. Thread: the event loop's."""
 
     def __init__(self, gateway: Gateway) -> None:
-        super().__init__(role="gateway")
         self._gateway = gateway
+        self._registry = CollectorRegistry()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        about = "Answers to HTTP requests by class; replicas count the same answers, without the label role."
+        self._responses = Counter(
+            "manylora_responses", about, ["role", "status"], registry=self._registry
+        )
+        for hundreds in range(2, 6):
+            self._responses.labels("gateway", f"{hundreds}xx")
+        Gauge("manylora_build_info", "Always 1.", ["version"], registry=self._registry).labels(
+            manylora.__version__
+        ).set(1)
+        self._registry.register(self)
+
+    def answered(self, status: int) -> None:
+        """Count an answer."""
+        self._responses.labels("gateway", f"{status // 100}xx").inc()
 
     def collect(self) -> Iterable[Metric]:
         """Read the states when Prometheus asks."""
@@ -152,4 +176,4 @@ class GatewayMetrics(CommonMetrics):
 
     async def page(self) -> Response:
         """For Prometheus."""
-        return Response(generate_latest(self.registry), headers={"content-type": CONTENT_TYPE})
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE})

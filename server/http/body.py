@@ -22,6 +22,7 @@ from manylora.errors import (
     RateLimitError,
     TimeoutExceededError,
 )
+from manylora.server.process.threads import acting
 
 MOST_BYTES = 256 << 20
 """Bytes of all bodies in memory."""
@@ -196,13 +197,11 @@ class HeldBody:
     """The bytes of one request's body. Its owner must call `end`, whatever happens.
 
     Args:
-        budget: Counts them.
-        tenant: Whose body it is, which is known when its first byte is read.
+        budget: Counts them, for the tenant that acts when the first of them is read.
     """
 
-    def __init__(self, budget: BodyBudget, tenant: Callable[[], str]) -> None:
+    def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
-        self._tenant_of = tenant
         self._tenant = ""
         self._num_bytes = 0
 
@@ -211,7 +210,7 @@ class HeldBody:
         if num_bytes <= self._num_bytes:
             return
         if not self._num_bytes:
-            self._tenant = self._tenant_of()
+            self._tenant = acting.get().tenant
         self._budget.take(self._tenant, num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 

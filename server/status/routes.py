@@ -24,7 +24,7 @@ from manylora.server.http import sse
 from manylora.server.http.bodies import View
 from manylora.server.http.openapi import OBJECT, TEXT, sends
 from manylora.server.services import Services, Wired
-from manylora.server.telemetry.common_metrics import CONTENT_TYPE
+from manylora.server.telemetry import metrics
 
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
@@ -199,4 +199,4 @@ async def metrics_response(services: Services) -> Response:
     page = services.metrics.render(
         status, services.registry.usage.lag_s(), await why_not_ready(services)
     )
-    return Response(page, headers={"content-type": CONTENT_TYPE})
+    return Response(page, headers={"content-type": metrics.CONTENT_TYPE})

@@ -12,19 +12,28 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
+from prometheus_client.registry import Collector
 
+import manylora
 from manylora.engine.status import EngineStatus
 from manylora.registry.limits import TENANT_LIMITS
-from manylora.server.telemetry.common_metrics import CommonMetrics
 from manylora.server.telemetry.vllm_names import VllmNames
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100
 """Most adapters whose place is shown by name."""
 PAIR_BYTES = 16_000
@@ -55,7 +64,7 @@ ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
 
-class Metrics(CommonMetrics):
+class Metrics(Collector):
     """Counts of what Manylora does. Thread: the event loop's.
 
     Args:
@@ -63,8 +72,10 @@ class Metrics(CommonMetrics):
     """
 
     def __init__(self, vllm: VllmNames | None = None) -> None:
-        super().__init__()
         self._vllm = vllm
+        self.registry = CollectorRegistry()
+        # They would be a second line for every counter, which no dashboard reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._pairs = _Capped(PAIR_BYTES, lambda names: sum(map(len, names)) + LINE_BYTES)
         self._adapters = _Capped(MAX_LABELS, lambda _: 1)
         self._tenants = _Capped(MAX_LABELS, lambda _: 1)
@@ -103,6 +114,11 @@ class Metrics(CommonMetrics):
         self._refused = Counter(
             "manylora_refused", about_refusals, ["code", "tenant"], registry=own
         )
+        self._responses = Counter(
+            "manylora_responses", "Answers to HTTP requests by class.", ["status"], registry=own
+        )
+        for hundreds in range(2, 6):
+            self._responses.labels(f"{hundreds}xx")
         self._engine_up = Gauge(
             "manylora_engine_up", "1 while the engine answers, else 0.", registry=own
         )
@@ -117,6 +133,10 @@ class Metrics(CommonMetrics):
             "Age of the oldest usage event not in SQL.",
             registry=own,
         )
+        Gauge("manylora_build_info", "Always 1.", ["version"], registry=own).labels(
+            manylora.__version__
+        ).set(1)
+        own.register(self)
 
     def learn_adapter(self, digest: str, tenant: str, name: str, rank: int) -> None:
         """Remember the name of a digest: residents are shown by name."""
@@ -164,6 +184,10 @@ class Metrics(CommonMetrics):
         """
         (label,) = (NO_TENANT,) if tenant is None else self._tenants.labels(tenant)
         self._refused.labels(code, label).inc()
+
+    def answered(self, status: int) -> None:
+        """Count an answer by the class of its HTTP status, also of requests that come to no generation."""
+        self._responses.labels(f"{status // 100}xx").inc()
 
     def render(
         self, status: EngineStatus | None, usage_lag_s: float, not_ready: str | None = None

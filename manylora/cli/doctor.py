@@ -6,7 +6,6 @@ import asyncio
 import json
 import platform
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from manylora.engine.text.tokenizer import Tokenizer
 
 MIN_DISK_GIB = 2
-MIN_FILES = 1024
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
@@ -45,7 +43,6 @@ def doctor(
     data_dir: Annotated[
         Path, typer.Option(help="Where `manylora serve` would keep its data.")
     ] = Path("manylora-data"),
-    port: Annotated[int, typer.Option(help="Port that `manylora serve` would bind.")] = 8000,
     blob_url: Annotated[
         str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")
     ] = None,
@@ -55,8 +52,8 @@ def doctor(
     findings = [
         Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}"),
         *_torch(),
+        _disk(data_dir),
     ]
-    findings += [_disk(data_dir), _port(port), _open_files()]
     if model is not None:
         findings += _model(model)
     if blob_url is not None:
@@ -145,29 +142,6 @@ def _blobs(url: str) -> Finding:
         "ok",
         f"stores and gives back, {1000 * (time.perf_counter() - started):.0f} ms",
     )
-
-
-def _port(port: int) -> Finding:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OverflowError:
-            return Finding("port", "fail", f"{port} is no port", "use a --port from 1 to 65535")
-        except OSError as error:
-            return Finding(
-                "port", "warn", f"{port} cannot be bound: {error.strerror}", "use another --port"
-            )
-    return Finding("port", "ok", f"{port} is free")
-
-
-def _open_files() -> Finding:
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= MIN_FILES:
-        return Finding("open files", "ok", f"limit {soft}")
-    return Finding("open files", "warn", f"limit {soft}", f"ulimit -n {MIN_FILES}")
 
 
 def _model(model: str) -> Iterator[Finding]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from manylora.cli.table import show
 from manylora.errors import AdapterError, ClientError, ConfigError, ManyloraError
 
 if TYPE_CHECKING:
@@ -61,11 +65,61 @@ FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter"}
 """Fields of the API that are options with the same name."""
 
 
-def connect(url: str | None, key: str | None, tenant: str | None = None) -> Client:
-    """Make the client of a server."""
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """A command's call of a server, made from the options that all such commands have."""
+
+    client: Client
+    as_json: bool
+
+    def show(
+        self, body: Mapping[str, Any] | Sequence[Mapping[str, Any]], columns: Sequence[str]
+    ) -> None:
+        """Print a body as JSON, or these columns of it."""
+        show(body, self.as_json, columns)
+
+    def tell(self, text: str, body: Mapping[str, Any] | None = None) -> None:
+        """Print what was done, or the server's answer as JSON."""
+        if self.as_json:
+            show(body or {}, True, ())
+        else:
+            typer.echo(text)
+
+
+def connect(
+    tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
+) -> ServerCall:
+    """Make the call of a server from the options of a command."""
     from manylora.client import Client
 
-    return Client(url, key, tenant)
+    return ServerCall(Client(url, key, tenant), as_json)
+
+
+def admin_command(command: Callable[..., None], *, for_tenant: bool = False) -> Callable[..., None]:
+    """Give a command the options of `connect`; its first argument is the call that they make.
+
+    Args:
+        command: Its other parameters are options and arguments of its own.
+        for_tenant: Add the option `--tenant`.
+    """
+    shared = {**inspect.signature(connect, eval_str=True).parameters}
+    if not for_tenant:
+        del shared["tenant"]
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own, *shared.values())]
+
+    @wraps(command)
+    def run(**given: Any) -> None:  # noqa: ANN401 - as typer read them
+        options = {name: given.pop(name) for name in shared}
+        command(connect(**options), **given)
+
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+tenant_command = partial(admin_command, for_tenant=True)
+"""Give a command the options of `connect` with `--tenant`."""
 
 
 def fail(message: str, status: int = BAD_INPUT) -> NoReturn:

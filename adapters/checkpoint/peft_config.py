@@ -74,7 +74,7 @@ def check_config(raw: bytes, findings: Findings) -> LoraFields | None:
 
 def _lora_fields(config: Mapping[str, Any], findings: Findings) -> LoraFields | None:
     seen = findings.seen
-    read = {
+    read: dict[str, Any] = {
         name: findings.attempt(check_field, name, config[name])
         for name in LORA_FIELDS
         if name in config

@@ -116,14 +116,7 @@ def push(  # noqa: PLR0913 - one parameter per option
     import sys
 
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import Progress, TaskID
 
     from manylora.registry.names import is_name
 
@@ -137,15 +130,7 @@ def push(  # noqa: PLR0913 - one parameter per option
     if ephemeral and description is not None:
         fail("An ephemeral version takes no --description.")
     bars: dict[Path, TaskID] = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(
-        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty()
-    ) as progress:
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
 
         def draw(file: Path, sent: int, size: int) -> None:
             if file not in bars:
@@ -262,6 +247,7 @@ def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -
         refuse(
             str(adapter),
             [asdict(Finding(error.code, error.message, None, KEEP_SMALL))],
+            as_json,
             files,
         )
     except OSError as error:

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -95,31 +95,39 @@ def connect(
     return ServerCall(Client(url, key, tenant), as_json)
 
 
-def admin_command(command: Callable[..., None], *, for_tenant: bool = False) -> Callable[..., None]:
-    """Give a command the options of `connect`; its first argument is the call that they make.
+def with_options(
+    command: Callable[..., None], added: Sequence[inspect.Parameter], make: Callable[..., object]
+) -> Callable[..., None]:
+    """Give a command further options, from which its first argument is made.
 
     Args:
         command: Its other parameters are options and arguments of its own.
-        for_tenant: Add the option `--tenant`.
+        added: Parameters of the further options.
+        make: Makes the first argument from them.
     """
-    shared = {**inspect.signature(connect, eval_str=True).parameters}
-    if not for_tenant:
-        del shared["tenant"]
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own, *shared.values())]
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own, *added)]
 
     @wraps(command)
     def run(**given: Any) -> None:  # noqa: ANN401 - as typer read them
-        options = {name: given.pop(name) for name in shared}
-        command(connect(**options), **given)
+        options = {each.name: given.pop(each.name) for each in added}
+        command(make(**options), **given)
 
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
-tenant_command = partial(admin_command, for_tenant=True)
-"""Give a command the options of `connect` with `--tenant`."""
+def tenant_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `connect`; its first argument is the call that they make."""
+    shared = inspect.signature(connect, eval_str=True).parameters
+    return with_options(command, [*shared.values()], connect)
+
+
+def admin_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `connect` but `--tenant`; its first argument is the call that they make."""
+    shared = inspect.signature(connect, eval_str=True).parameters
+    return with_options(command, [*shared.values()][1:], connect)
 
 
 def fail(message: str, status: int = BAD_INPUT) -> NoReturn:

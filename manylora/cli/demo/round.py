@@ -81,7 +81,7 @@ def play(url: str, admin_key: str) -> Round:
             model,
             tenant,
         ) in speakers:  # brings each adapter to the device, else the round would wait for loads
-            _ask(clients[tenant], model, recorded["question"], 1)
+            ask(clients[tenant], model, recorded["question"], 1)
         texts, shared = _ask_together(admin, clients, speakers, recorded["question"])
         for client in clients.values():
             client.close()
@@ -110,8 +110,8 @@ def _new_key(admin: Client, tenant: str) -> str:
     return str(admin.create_key(tenant, name="demo")["key"])
 
 
-def _ask(client: Client, model: str, question: str, max_tokens: int) -> str:
-    """The greedy answer of a model."""
+def ask(client: Client, model: str, question: str, max_tokens: int) -> str:
+    """Ask a model a question; returns its greedy answer."""
     messages = [{"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
     answer = client.request("POST", "/v1/chat/completions", json=body)
@@ -127,7 +127,7 @@ def _ask_together(
         for _ in range(MAX_ROUNDS):
             before = max((step["step"] for step in admin.engine()["last_steps"]), default=0)
             asked = [
-                threads.submit(_ask, clients[tenant], model, question, MAX_TOKENS)
+                threads.submit(ask, clients[tenant], model, question, MAX_TOKENS)
                 for model, tenant in speakers
             ]
             texts = [answer.result() for answer in asked]

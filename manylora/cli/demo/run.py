@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from manylora import demo
-from manylora.cli.demo import FOLDER
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
-from manylora.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, plan, replay
+from manylora.cli.demo.traffic import DURATION_S, MAX_AT_ONCE, send_questions
 from manylora.client import Client
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
@@ -74,7 +71,7 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
             if not once:
                 show_how_to_go_on(console, shown, server.url, key, data_dir)
                 if with_traffic:
-                    send_traffic(console, server.url, key, data_dir)
+                    send_traffic(console, server.url, shown.keys)
                 status = server.wait()
                 raise ManyloraError(
                     f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}."
@@ -167,28 +164,21 @@ def show_how_to_go_on(
     console.print()
 
 
-def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> None:
-    """Replay the traffic, and show how its requests ended.
+def send_traffic(console: Console, url: str, keys: Mapping[str, str]) -> None:
+    """Send the traffic, and say how many requests were answered.
 
     If it cannot go on, this is said, and the server is left to its user.
     """
-    folder = "" if data_dir == FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
     console.print(
-        f"Demo traffic now runs for {DURATION_S:.0f} s, to fill the charts: {len(plan())} requests, at most "
-        f'{MAX_AT_ONCE} at once, by a key of each tenant named "{KEY_NAME}". Once the server has ended, '
-        f"`manylora demo --reset{folder}` removes it.",
+        f"Demo traffic now runs for {DURATION_S} s, to fill the charts: at most {MAX_AT_ONCE} questions at once.",
         soft_wrap=True,
     )
     try:
-        traffic = asyncio.run(replay(url, admin_key))
+        num_answers = send_questions(url, keys)
     except ManyloraError as error:
         console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
         return
-    ends = ", ".join(
-        f"{number} {end}"
-        for end, number in Counter(told.end for told in traffic.told).most_common()
-    )
-    console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
+    console.print(f"Demo traffic is done: {num_answers} answers.")
 
 
 def curl_line(url: str, key: str, model: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import platform
 import shutil
@@ -20,7 +19,6 @@ from manylora.cli.options import JSON
 
 if TYPE_CHECKING:
     from manylora.engine.model.spec import DecoderSpec
-    from manylora.engine.text.tokenizer import Tokenizer
 
 MIN_DISK_GIB = 2
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -172,27 +170,7 @@ def _model(model: str) -> Iterator[Finding]:
         )
         return
     yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
-    yield _chat_template(tokenizer)
     yield from _weights(spec)
-
-
-def _chat_template(tokenizer: Tokenizer) -> Finding:
-    from manylora.server.sandbox.chat_renderer import ChatRenderer
-
-    async def fault() -> str | None:
-        renderer = ChatRenderer(tokenizer)
-        try:
-            return await renderer.try_template()
-        finally:
-            await renderer.close()
-
-    if not tokenizer.chat_template.source:
-        return Finding("chat template", "warn", "there is none", "use /v1/completions")
-    if (message := asyncio.run(fault())) is not None:
-        return Finding(
-            "chat template", "fail", message, "correct the template in the model's folder"
-        )
-    return Finding("chat template", "ok", "there is one")
 
 
 def _weights(spec: DecoderSpec) -> Iterator[Finding]:

@@ -53,7 +53,7 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
         ManyloraError: Something did not work; the message says what to do.
     """
     started = time.monotonic()
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a script's background job starts with it ignored
@@ -111,13 +111,11 @@ def show_answers(console: Console, shown: Round, seconds: float) -> None:
     for answer in shown.answers:
         text = Text(answer.text, style="bold" if answer.model == BASE_NAME else "")
         table.add_row(answer.model, answer.tenant, answer.detail or "none: the base", text)
-    console.print(table)
-    console.print(describe_step(shown.shared, len(shown.answers)), soft_wrap=True)
+    console.print(table, soft_wrap=False)
+    console.print(describe_step(shown.shared, len(shown.answers)))
     wrong = [answer.model for answer in shown.answers if not answer.is_expected]
     if wrong:
-        console.print(
-            f"Not the recorded reference answer: {', '.join(wrong)}.", style="red", soft_wrap=True
-        )
+        console.print(f"Not the recorded reference answer: {', '.join(wrong)}.", style="red")
     console.print(f"{seconds:.1f} s from start to answers.")
 
 
@@ -139,28 +137,22 @@ def show_how_to_go_on(
 ) -> None:
     """Addresses, keys and snippets that can be pasted."""
     console.print()
-    console.print(
-        f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True
-    )
+    console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.")
     with Client(url, admin_key) as client:
         link = client.request("POST", "/v1/session/links")[
             "link"
         ]  # signs its first visitor in as admin
-    console.print(
-        f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}", soft_wrap=True
-    )
+    console.print(f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}")
     again = f"manylora dashboard --url {url} --data-dir {shlex.quote(str(data_dir))}"
-    console.print(f"Another link to it: {again}", soft_wrap=True)
+    console.print(f"Another link to it: {again}")
     for tenant, key in shown.keys.items():
         models = ", ".join(answer.model for answer in shown.answers if answer.tenant == tenant)
-        console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)
-    console.print(f"Admin key: {admin_key}", soft_wrap=True)
+        console.print(f"Key of {tenant}: {key}   ({models})")
+    console.print(f"Admin key: {admin_key}")
     console.print("\nWith curl:\n")
-    console.print(Text(curl_line(url, shown.keys[ADAPTERS["pirate"]], "pirate")), soft_wrap=True)
+    console.print(Text(curl_line(url, shown.keys[ADAPTERS["pirate"]], "pirate")))
     console.print("\nWith openai-python:\n")
-    console.print(
-        Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")), soft_wrap=True
-    )
+    console.print(Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")))
     console.print()
 
 
@@ -170,13 +162,12 @@ def send_traffic(console: Console, url: str, keys: Mapping[str, str]) -> None:
     If it cannot go on, this is said, and the server is left to its user.
     """
     console.print(
-        f"Demo traffic now runs for {DURATION_S} s, to fill the charts: at most {MAX_AT_ONCE} questions at once.",
-        soft_wrap=True,
+        f"Demo traffic now runs for {DURATION_S} s, to fill the charts: at most {MAX_AT_ONCE} questions at once."
     )
     try:
         num_answers = send_questions(url, keys)
     except ManyloraError as error:
-        console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
+        console.print(f"The demo traffic ended early: {error.message}", style="red")
         return
     console.print(f"Demo traffic is done: {num_answers} answers.")
 

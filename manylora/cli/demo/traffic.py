@@ -28,13 +28,12 @@ _SPEAKERS = {
 """Model and tenant, by weight."""
 
 
-def send_questions(url: str, keys: Mapping[str, str], duration_s: int = DURATION_S) -> int:
+def send_questions(url: str, keys: Mapping[str, str]) -> int:
     """Ask base and adapters questions of customers, the same each time; returns how many were answered.
 
     Args:
         url: A server where `play` was, without /v1.
         keys: Key of each tenant.
-        duration_s: Seconds until the last question.
 
     Raises:
         ClientError: The server refused a question, or does not answer any more.
@@ -44,7 +43,7 @@ def send_questions(url: str, keys: Mapping[str, str], duration_s: int = DURATION
     clients = {tenant: Client(url, key) for tenant, key in keys.items()}
     asked = []
     with ThreadPoolExecutor(MAX_AT_ONCE) as threads:
-        for second in range(duration_s):
+        for second in range(DURATION_S):
             for _ in range(_RHYTHM[second % len(_RHYTHM)]):
                 ((model, tenant),) = rng.choices([*_SPEAKERS], [*_SPEAKERS.values()])
                 words = (clients[tenant], model, rng.choice(questions), rng.choice((6, 48, 96)))

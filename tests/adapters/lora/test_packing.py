@@ -91,7 +91,7 @@ def test_weights_are_checked_by_their_header_as_by_the_whole_file(tmp_path: Path
 def test_groups_that_lie_one_behind_the_other_are_copied_as_one(tmp_path: Path) -> None:
     lora = random_lora(BASE, 64, seed=0)
     _, _, layout, _, _ = packing_of(lora, tmp_path, torch.bfloat16)
-    runs = defaultdict(list)
+    runs: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for run in layout.runs:
         runs[run[:3]] += range(run.first_group, run.first_group + run.num_groups)
     num_matrices = 2 * len(lora.lora_a)

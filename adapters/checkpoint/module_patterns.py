@@ -12,22 +12,27 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
+from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
 from manylora.strict_json import named, shown
 
 MAX_KEY_LENGTH = 1024
 MAX_GROUPS = 100
-_LITERAL = re.compile(
-    r"\w+|(?:(?:(?:(?:language_)?model\.)*layers\.)?\d+\.)?(?:self_attn|mlp)\.\w+", re.ASCII
-)
-"""Pattern of literal keys. Where a layer's module is spelled so, no other character fits in the place of a dot."""
+MAX_LITERAL = 256
+"""Largest length of a literal key."""
+_LITERAL = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _SIMPLE = re.compile(
     r"(?:(?:[\w.^$|)-]|\((?:\?:|(?!\?))|\\[.dDsSwW]|\[\^?(?:[a-z]-[a-z]|[A-Z]-[A-Z]|\d-\d|[\w.]|\\[.dDsSwW])+\])"
     r"(?:(?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\})\??)?)*",
     re.ASCII,
 )
 """Pattern of the expressions that both engines understand alike."""
+_DIGIT = "#"
+_LAYERS = ("layers.", "model.layers.", "language_model.layers.", "model.language_model.layers.")
+_HEADS = ("", *_LAYERS, "language_model.model.layers.")
+
 Matcher = Callable[[str], bool]
 
 
@@ -137,5 +142,34 @@ def _endings(path: str) -> list[str]:
 
 
 def is_literal_path(key: str) -> bool:
-    """True if the key names modules of the base letter by letter, and does so in PEFT too."""
-    return len(key) <= MAX_KEY_LENGTH and _LITERAL.fullmatch(key) is not None
+    """True if the key names modules by letters, digits, underscores and dots alone, and does so in PEFT too."""
+    return (
+        len(key) <= MAX_LITERAL and _LITERAL.fullmatch(key) is not None and not _is_ambiguous(key)
+    )
+
+
+def _is_ambiguous(key: str) -> bool:
+    return "." in key and any(_matches_by_a_dot(key, ending) for ending in _path_endings(len(key)))
+
+
+def _matches_by_a_dot(key: str, ending: str) -> bool:
+    by_a_dot = False
+    for ours, theirs in zip(key, ending, strict=True):
+        if ours == "." and theirs != ".":
+            by_a_dot = True
+        elif ours != theirs and not (theirs == _DIGIT and ours.isdigit()):
+            return False
+    return by_a_dot
+
+
+@lru_cache(maxsize=MAX_LITERAL)
+def _path_endings(length: int) -> tuple[str, ...]:
+    """Endings of this length of all module paths, at a dot; `#` is a digit of the layer number."""
+    endings = []
+    for path in MODULE_PATHS:
+        for head in _HEADS:
+            digits = length - len(head) - 1 - len(path)
+            if digits >= 1:
+                endings.append(f"{head}{_DIGIT * digits}.{path}")
+        endings += [path, path.rsplit(".", 1)[1]]
+    return tuple(ending for ending in endings if len(ending) == length)

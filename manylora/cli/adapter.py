@@ -118,13 +118,7 @@ def push(  # noqa: PLR0913 - one parameter per option
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from manylora.registry.names import is_name
-
     name = name or folder.resolve().name
-    if not is_name(name):
-        fail(
-            f"{name!r} names no adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name."
-        )
     if not ephemeral and (keep is not None or ttl is not None):
         fail("--keep and --ttl are for --ephemeral.")
     if ephemeral and description is not None:

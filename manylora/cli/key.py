@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -11,7 +10,6 @@ from manylora.cli.options import (
     LIMIT,
     ServerCall,
     admin_command,
-    fail,
     limits_of,
     tenant_command,
 )
@@ -42,10 +40,6 @@ def create(
     limit: LIMIT = None,
 ) -> None:
     """Create a key and print its secret, which is never shown again."""
-    if expires_at is not None and not _is_moment(expires_at):
-        fail(
-            f"--expires-at takes a time with its offset from UTC, as 2027-01-01T00:00:00Z; got {expires_at!r}."
-        )
     fields = {
         "name": name,
         "scopes": scope or None,
@@ -104,10 +98,3 @@ def whoami(call: ServerCall) -> None:
     if rows:
         typer.echo("")
         print_table([("LIMIT OF", "LIMIT", "USED", "ALLOWED"), *rows], ("USED", "ALLOWED"))
-
-
-def _is_moment(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False

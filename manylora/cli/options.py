@@ -61,7 +61,9 @@ WORDS = {
     "Push again": "Run the command again",
 }
 """Words of the API and its client, with those of the command line."""
-FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter"})
+FILTERS = frozenset(
+    {"start", "end", "bucket", "tz", "top", "status", "adapter", "expires_at", "name"}
+)
 """Fields of the API that are options with the same name."""
 
 
@@ -147,7 +149,7 @@ def fail_with(error: ManyloraError, as_json: bool = False) -> NoReturn:
         reason = reason.replace(word, own)
         error.hint = error.hint.replace(word, own)
     if error.param in FILTERS:
-        reason = reason.replace(error.param, f"--{error.param}", 1)
+        reason = reason.replace(error.param, f"--{error.param.replace('_', '-')}", 1)
     is_input = (
         error.code not in NO_ANSWER if error.status is None else error.status in INPUT_STATUSES
     )

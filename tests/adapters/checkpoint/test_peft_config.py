@@ -260,9 +260,7 @@ def test_keys_that_peft_would_stretch_are_not_literal_and_module_paths_are() -> 
         "q_proj",
         "self_attn.q_proj",
         "model.layers.10.mlp.up_proj",
-        "0.mlp.up_proj",
-        "model.language_model.layers.3.self_attn.v_proj",
-        "language_model.model.layers.3.mlp.gate_proj",
+        "experts.0.w1",
         "lm_head",
     ):
         assert is_literal_path(key)
@@ -271,7 +269,6 @@ def test_keys_that_peft_would_stretch_are_not_literal_and_module_paths_are() -> 
         "1.0.self_attn.q_proj",
         "self.attn.q_proj",
         "layers.1..mlp.up_proj",
-        "experts.0.w1",
         "^q_proj",
     ):
         assert not is_literal_path(key)
@@ -353,7 +350,7 @@ def test_no_change_of_bytes_does_more_than_a_refusal(edits: list[tuple[float, in
 
 
 def test_a_config_full_of_patterns_is_read_with_little_work() -> None:
-    pattern = {f"model.layers.{index}.self_attn.q_proj": 8 for index in range(1000)}
+    pattern = {f"a.{index}.b.c.d.self_attn.q_proj": 8 for index in range(1000)}
     with counted_calls() as calls:
         read(rank_pattern=pattern)
     assert calls() < MOST_CALLS // 2

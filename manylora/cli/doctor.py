@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from manylora.cli.options import JSON
 if TYPE_CHECKING:
     from manylora.engine.model.spec import DecoderSpec
 
-MIN_DISK_GIB = 2
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
@@ -38,9 +36,6 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="Base model to look at: folder or GGUF file.")
     ] = None,
-    data_dir: Annotated[
-        Path, typer.Option(help="Where `manylora serve` would keep its data.")
-    ] = Path("manylora-data"),
     blob_url: Annotated[
         str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")
     ] = None,
@@ -50,7 +45,6 @@ def doctor(
     findings = [
         Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}"),
         *_torch(),
-        _disk(data_dir),
     ]
     if model is not None:
         findings += _model(model)
@@ -104,17 +98,6 @@ def _cpu_kernels() -> Finding:
         return Finding("CPU kernels", "ok", describe(find_library()))
     except NativeUnavailableError as error:
         return Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
-
-
-def _disk(data_dir: Path) -> Finding:
-    existing = next(
-        folder for folder in (data_dir.absolute(), *data_dir.absolute().parents) if folder.exists()
-    )
-    free_gib = shutil.disk_usage(existing).free / (1 << 30)
-    detail = f"{free_gib:.1f} GiB free at {existing}"
-    if free_gib >= MIN_DISK_GIB:
-        return Finding("disk", "ok", detail)
-    return Finding("disk", "warn", detail, "free some space, or choose another --data-dir")
 
 
 def _blobs(url: str) -> Finding:

@@ -129,7 +129,7 @@ def describe_step(shared: Mapping[str, Any] | None, speakers: int) -> str:
     )
     if holds_everybody(shared):
         return sentence
-    return f"{sentence} That is the fullest of {shared['steps']} steps; all {speakers} were never at work at once."
+    return f"{sentence} No step computed more; all {speakers} were never at work at once."
 
 
 def show_how_to_go_on(

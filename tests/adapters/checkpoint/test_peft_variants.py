@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,18 @@ def test_every_field_of_the_installed_peft_is_in_a_table_and_its_default_is_acce
     folder = save(trained(lora()), tmp_path)
     written = json.loads((folder / "adapter_config.json").read_text())
     assert set(written) <= set(defaults)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_rule_refuses_by_the_name_of_its_field(name: str) -> None:
+    for rule in FIELDS[name]:
+        refusing = replace(rule, allows=lambda _: False)
+        with pytest.raises(AdapterError) as refused:
+            refusing.check(name, "a value")
+        finding = refused.value.finding
+        assert (finding.param, finding.code) == (name, f"config.{rule.code}")
+        assert name in finding.message
+        assert not re.search(r"[{}]", finding.message + finding.hint)
 
 
 PATHS = [f"model.layers.{layer}.{module}" for layer in (0, 1, 10, 110) for module in MODULE_PATHS]

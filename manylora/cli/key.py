@@ -83,13 +83,13 @@ def whoami(call: ServerCall) -> None:
     own = me.get("key") or {}
     owner = me.get("tenant") or {}
     facts = {
+        **own,
         "role": me.get("role"),
         "tenant": owner.get("name"),
         "tenant_id": owner.get("id"),
         "key": own.get("id"),
     }
-    facts |= {name: own.get(name) for name in ("name", "scopes", "expires_at")}
-    call.show(facts, list(facts))
+    call.show(facts, ("role", "tenant", "tenant_id", "key", "name", "scopes", "expires_at"))
     rows = [
         (holder, name, str(used), str(me["limits"][holder].get(name, "-")))
         for holder, counts in me.get("used", {}).items()

@@ -46,12 +46,11 @@ class LoraSpec:
     @classmethod
     def from_canonical(cls, fields: Mapping[str, Any]) -> LoraSpec:
         """Read fields that `canonical` wrote."""
-        return cls(
-            **{
-                name: dict(value) if isinstance(value, list) else value
-                for name, value in fields.items()
-            }
-        )
+        read: dict[str, Any] = {
+            name: dict(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return cls(**read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

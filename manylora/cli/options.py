@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -184,14 +185,11 @@ def limits_of(words: Sequence[str]) -> dict[str, int | None]:
     """Read limits given as `name=value`; `none` removes a limit. Other words end the command."""
     limits: dict[str, int | None] = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        if not name or not equals:
+        found = re.fullmatch(r"(\w+)=(\d+|none)", word, re.ASCII)
+        if found is None:
             fail(
-                f"a limit is written NAME=NUMBER or NAME=none, as requests_per_minute=60; got {word!r}."
+                "a limit is written NAME=NUMBER, with a whole number from 0 as in requests_per_minute=60, or NAME=none "
+                f"for no limit; got {word!r}."
             )
-        if value != "none" and not (value.isascii() and value.isdigit()):
-            fail(
-                f"the limit {name} must be a whole number, 0 or more, or none for no limit; got {value!r}."
-            )
-        limits[name] = None if value == "none" else int(value)
+        limits[found[1]] = None if found[2] == "none" else int(found[2])
     return limits

@@ -15,7 +15,7 @@ from starlette.requests import Request
 import manylora
 from manylora.errors import EngineUnavailableError
 from manylora.server.limits.accounts import Accounts
-from manylora.server.limits.arrivals import Arrivals
+from manylora.server.limits.turns import Arrivals
 from manylora.server.telemetry.feed import EngineFeed
 
 if TYPE_CHECKING:

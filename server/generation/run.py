@@ -158,11 +158,11 @@ class GenerationRun:
         limits = [params.max_tokens for _, params in prompts]
         num_output = sum(min(limit, OPEN_TOKENS) if is_open else limit for limit in limits)
         count = self.body.num_candidates
-        least = num_prompt + count * len(prompts)
-        most = num_prompt + count * num_output
-        wanted = self.reservation.wanted(least, most, is_open=is_open)
-        await self.services.limits.accounts.secure(self.reservation.accounts, tokens=wanted)
-        self.reservation.reserve(least, most, is_open=is_open)
+        tokens = num_prompt + count * num_output
+        if is_open:
+            tokens = self.reservation.wanted(num_prompt + count * len(prompts), tokens)
+        await self.services.limits.accounts.secure(self.reservation.accounts, tokens=tokens)
+        self.reservation.reserve(tokens, is_open=is_open)
 
     def _set_up(self, prompts: Prompts, writer: WriterOfAnswer | None) -> None:
         services = self.services

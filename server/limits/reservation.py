@@ -85,36 +85,29 @@ class LimitReservation:
             for use in self._uses("concurrent_requests"):
                 use.take(now_s, 1)
 
-    def reserve(self, least: int, most: int, *, is_open: bool) -> None:
+    def reserve(self, tokens: int, *, is_open: bool) -> None:
         """Reserve tokens before they are used.
 
         Args:
-            least: Fewest tokens with which the request can run.
-            most: Most tokens that it can use.
-            is_open: True if the client set no bound: then at most what the limits allow is reserved, and `grow`
-                reserves more later.
+            tokens: All that the request can use, or `wanted` of an open one.
+            is_open: True if the client set no bound: then `grow` reserves more later.
 
         Raises:
             RateLimitError: There is no room now, or never; the request does not count any more.
         """
-        tokens = self.wanted(least, most, is_open=is_open)
         self._is_open = is_open
         now_s = self._monotonic()
         with self.refusing():
             self._check(now_s, {"tokens_per_minute": tokens, "tokens_per_month": tokens})
         self._take(now_s, tokens)
 
-    def wanted(self, least: int, most: int, *, is_open: bool) -> int:
-        """Number of tokens that `reserve` takes."""
+    def wanted(self, least: int, most: int) -> int:
+        """Number of tokens that a request without a bound reserves: at most `most`, and what the limits allow."""
         limits = [limited.limits for limited in self.accounts]
         bounds = [
             bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)
         ]
-        return (
-            max(least, min([most, *(bound for bound in bounds if bound is not None)]))
-            if is_open
-            else most
-        )
+        return max(least, min([most, *(bound for bound in bounds if bound is not None)]))
 
     def check_minute(self) -> None:
         """Refuse to go on once the tokens of the minute are used up.

@@ -39,27 +39,27 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._room = REQUESTS_A_ROUND
+        """Requests that may still come in this round; each takes its place with it to the next round."""
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
         """Waiting requests by tenant; the first tenant is the next one."""
-        self._is_counting = False
 
     async def turn(self, tenant: str) -> None:
         """Wait for the turn of this request; returns at once unless others arrived in the same round."""
         loop = asyncio.get_running_loop()
-        if not self._is_counting:
-            self._is_counting = True
-            loop.call_soon(self._begin_round, loop)
-        if self._room and not self._lines:
-            self._room -= 1
+        if self._room:  # then nobody waits
+            self._enter(loop)
             return
         waiter: asyncio.Future[None] = loop.create_future()
         self._lines.setdefault(tenant, deque()).append(waiter)
         await waiter
 
-    def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the next requests in. There are rounds as long as requests arrive or wait."""
-        self._is_counting = self._room < REQUESTS_A_ROUND or bool(self._lines)
-        self._room = REQUESTS_A_ROUND
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._room -= 1
+        loop.call_soon(self._leave_round, loop)
+
+    def _leave_round(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give a place of the last round to the next request."""
+        self._room += 1
         while self._room and self._lines:
             tenant, line = next(iter(self._lines.items()))
             del self._lines[tenant]
@@ -68,9 +68,7 @@ class Arrivals:
                 self._lines[tenant] = line
             if not waiter.done():  # its client is still there
                 waiter.set_result(None)
-                self._room -= 1
-        if self._is_counting:
-            loop.call_soon(self._begin_round, loop)
+                self._enter(loop)
 
 
 class ManagementTurns:

@@ -139,7 +139,7 @@ class World:
             reservation.admit(shares, lambda: self.now_s, lambda _: None, min(tokens, 1))
             if tokens:
                 await server.accounts.secure(shares, tokens=tokens)
-                reservation.reserve(tokens, tokens, is_open=False)
+                reservation.reserve(tokens, is_open=False)
         except (RateLimitError, CapacityError) as error:
             reservation.end()
             server.refusals.append(error)

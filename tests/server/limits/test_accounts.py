@@ -75,9 +75,9 @@ def test_a_window_counts_for_sixty_to_sixty_one_seconds() -> None:
 def test_the_month_is_used_up_for_good_but_not_what_running_requests_reserve() -> None:
     desk = Desk(tenant=Limits(tokens_per_month=100))
     past, running = desk.admit(), desk.admit()
-    past.reserve(60, 60, is_open=False)
+    past.reserve(60, is_open=False)
     past.settle("use_1", 50, NOON)
-    running.reserve(40, 40, is_open=False)
+    running.reserve(40, is_open=False)
     with pytest.raises(RateLimitError, match="40 are reserved") as busy:
         desk.admit(least=11)
     assert (busy.value.code, error_headers(busy.value)["retry-after"]) == (
@@ -106,14 +106,17 @@ def test_a_limit_of_nothing_lets_nothing_pass_and_says_not_to_retry(limits: dict
 
 def test_an_answer_without_a_bound_reserves_no_more_than_the_limits_allow() -> None:
     desk = Desk(tenant=Limits(tokens_per_minute=100), key=Limits(tokens_per_month=80))
-    desk.admit().reserve(11, 1034, is_open=True)
+    reservation = desk.admit()
+    assert reservation.wanted(11, 1034) == 80
+    assert reservation.wanted(90, 1034) == 90
+    reservation.reserve(80, is_open=True)
     assert desk.accounts[0]["tokens_per_month"].in_use == 80
 
 
 def test_of_a_reservation_that_grew_the_first_part_is_used_first() -> None:
     desk = Desk()
     reservation = desk.admit()
-    reservation.reserve(11, 40, is_open=True)
+    reservation.reserve(40, is_open=True)
     desk.now_s += 30
     assert reservation.grow(70)
     reservation.settle("use_1", 60, NOON)
@@ -257,9 +260,12 @@ class LimitsMachine(RuleBasedStateMachine):
             return
         names = ("tokens_per_minute", "tokens_per_month") if is_open else ()
         bounds = [getattr(limits, name) for limits in self.limits.values() for name in names]
+        most = tokens
         tokens = max(1, min([tokens, *(bound for bound in bounds if bound is not None)]))
+        if is_open:
+            assert reservation.wanted(1, most) == tokens
         if not self.is_admitted(
-            lambda: reservation.reserve(1, tokens, is_open=is_open), tokens, is_new=False
+            lambda: reservation.reserve(tokens, is_open=is_open), tokens, is_new=False
         ):
             reservation.end()
             return

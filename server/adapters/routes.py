@@ -28,7 +28,7 @@ from manylora.server.adapters.publish import (
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
 from manylora.server.auth.callers import (
     Admin,
-    AnyCaller,
+    AnyTenantReader,
     Caller,
     TenantCaller,
     TenantReader,
@@ -67,7 +67,7 @@ async def upload_adapter(request: Request, services: Wired, caller: UploadCaller
 
 @router.get("/v1/adapters")
 async def list_adapters(
-    services: Wired, caller: AnyCaller, after: str | None = None, limit: Limit = 100
+    services: Wired, caller: AnyTenantReader, after: str | None = None, limit: Limit = 100
 ) -> schemas.AdapterList:
     """List the tenant's adapters by name, with where they are and how they were used.
 

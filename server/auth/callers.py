@@ -117,18 +117,28 @@ class ActingForTenant(CallerDependency):
         return bound(await super().__call__(request, tenant))
 
 
+class ActingForEvery(CallerDependency):
+    """Like `CallerDependency`; an admin who names no tenant, or `*`, acts for all of them."""
+
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
+        """Called by FastAPI for each request."""
+        identity = identity_of(request)
+        if identity.role == "admin" and tenant == EVERY_TENANT:
+            return Caller(identity=identity, tenant_id=None, tenant=None)
+        return await super().__call__(request, tenant)
+
+
 async def for_tenant(services: Services, admin: Identity, tenant: str | None) -> Caller:
-    """An admin acting for the tenant of this name, for all with `*`, or for the default one.
+    """An admin acting for the tenant of this name, or for the default one.
 
     Raises:
         NotFoundError: There is no such tenant.
     """
-    if tenant is None:
-        chosen = services.default_tenant
-    elif tenant == EVERY_TENANT:
-        chosen = None
-    else:
-        chosen = await services.registry.tenants.get_tenant(tenant)
+    chosen = (
+        services.default_tenant
+        if tenant is None
+        else await services.registry.tenants.get_tenant(tenant)
+    )
     if chosen is None:
         return Caller(identity=admin, tenant_id=None, tenant=None)
     return Caller(identity=admin, tenant_id=chosen.id, tenant=chosen.name, weight=chosen.weight)
@@ -157,5 +167,6 @@ AnyCaller = Annotated[Caller, Depends(CallerDependency())]
 UploadCaller = Annotated[Caller, Depends(CallerDependency("adapters"))]
 UsageCaller = Annotated[Caller, Depends(CallerDependency("usage"))]
 InferTenant = Annotated[TenantCaller, Depends(ActingForTenant("infer"))]
+AnyTenantReader = Annotated[Caller, Depends(ActingForEvery())]
 TenantReader = Annotated[TenantCaller, Depends(ActingForTenant())]
 TenantWriter = Annotated[TenantCaller, Depends(ActingForTenant("adapters"))]

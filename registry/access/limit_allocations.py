@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from sqlalchemy import FromClause, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -23,12 +23,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from manylora.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
 from manylora.registry.db.database import Database, database_us, insert_into
 from manylora.registry.db.models import LimitAllocationRow, LimitBucketRow
+from manylora.registry.limits import LimitKind
 from manylora.registry.usage.write import month_tokens
 
-LimitKind = Literal[
-    "requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"
-]
-LIMIT_KINDS: tuple[LimitKind, ...] = get_args(LimitKind)
 MINUTELY = ("requests_per_minute", "tokens_per_minute")
 Clock = Callable[[AsyncSession], Awaitable[int]]
 """Gives the microseconds since 1970 on a clock that all servers share."""

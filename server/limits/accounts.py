@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, cast
 
 from manylora.registry.db.clock import month_of
-from manylora.registry.limits import Limits
-
-if TYPE_CHECKING:
-    from manylora.registry.access.limit_allocations import AllocationAnswer, LimitKind
-    from manylora.registry.usage.ledger import UsageLedger
+from manylora.registry.limits import LimitKind, Limits
 
 SPAN_S = 60
 BUSY_S = 1.0
 """Retry-After in seconds where a limit becomes free only when other requests end."""
-TakenAt: TypeAlias = "int | AllocationAnswer | None"
-"""Moment of a `take`, for `give_back`: the second of a window; for a shared limit, the last answer before it."""
+TakenAt = int | Sequence[float] | None
+"""Moment of a `take`, for `give_back`: the second of a window; for a shared limit, its `AllocationAnswer` before it."""
+ReadMonth = Callable[[str, datetime, Collection[str]], Awaitable[int]]
+"""`UsageLedger.month_tokens`."""
 Holder = Literal["tenant", "key"]
 MAX_ACCOUNTS = 10_000
 """Most accounts before idle ones are deleted."""
@@ -134,7 +132,7 @@ class MonthUse(LimitUse):
         """Return true if the sum can be read again: no request has reserved a part of it."""
         return not self.in_use and not self._reading.locked()
 
-    async def read(self, usage: UsageLedger, holder_id: str, month: datetime) -> None:
+    async def read(self, read: ReadMonth, holder_id: str, month: datetime) -> None:
         """Read the month's sum from the ledger; requests that end meanwhile count once."""
         async with self._reading:
             if self.month == month:
@@ -142,7 +140,7 @@ class MonthUse(LimitUse):
             arrived: dict[str, tuple[datetime, int]] = {}
             self._arrived = arrived
             try:
-                tokens = await usage.month_tokens(holder_id, month, arrived)
+                tokens = await read(holder_id, month, arrived)
                 self.billed = tokens + sum(
                     count for ended, count in arrived.values() if ended == month
                 )
@@ -151,7 +149,7 @@ class MonthUse(LimitUse):
                 self._arrived = None
 
 
-Account: TypeAlias = "Mapping[LimitKind, LimitUse]"
+Account = Mapping[LimitKind, LimitUse]
 """Use of the limits of one tenant or key, by limit."""
 
 
@@ -215,7 +213,7 @@ class Accounts:
         self,
         held: Sequence[LimitedAccount],
         month: datetime,
-        usage: UsageLedger,
+        read: ReadMonth,
         *,
         with_month: bool,
     ) -> bool:
@@ -231,6 +229,6 @@ class Accounts:
         for each in held:
             use = cast(MonthUse, each.account["tokens_per_month"])
             if use.month != month and (with_month or each.limits.tokens_per_month is not None):
-                await use.read(usage, each.holder_id, month)
+                await use.read(read, each.holder_id, month)
                 was_read = True
         return was_read

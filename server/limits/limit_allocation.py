@@ -19,10 +19,9 @@ from manylora.registry.access.limit_allocations import (
     SLOT_US,
     AllocationAnswer,
     AllocationRequest,
-    LimitKind,
 )
 from manylora.registry.cache import MAX_OUTAGE_S
-from manylora.registry.limits import Limits
+from manylora.registry.limits import LimitKind, Limits
 from manylora.server.limits.accounts import BUSY_S, SPAN_S, TakenAt, Window
 
 if TYPE_CHECKING:

@@ -9,13 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from manylora.errors import ManyloraError, QuotaExceededError, RateLimitError
+from manylora.registry.limits import LimitKind
 from manylora.server.limits.accounts import LimitedAccount, LimitUse, TakenAt
-
-if TYPE_CHECKING:
-    from manylora.registry.access.limit_allocations import LimitKind
 
 NEAR_TOKENS = 256
 """An answer without a bound that has at most these reserved tokens left will soon need more."""

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, cast
 from sqlalchemy.exc import SQLAlchemyError
 
 from manylora.errors import CapacityError
-from manylora.registry.access.limit_allocations import LIMIT_KINDS, LimitAllocations
+from manylora.registry.access.limit_allocations import LimitAllocations
 from manylora.registry.cache import MAX_AGE_S, PATIENCE_S
 from manylora.registry.db.database import unavailable
-from manylora.server.limits.accounts import Account, Accounts, LimitedAccount
+from manylora.registry.limits import LIMIT_KINDS
+from manylora.server.limits.accounts import Account, Accounts, LimitedAccount, ReadMonth
 from manylora.server.limits.limit_allocation import TICK_S, DueAllocations, LimitAllocation
 from manylora.server.process.threads import cancel_all
 
@@ -103,7 +104,7 @@ class SharedAccounts(Accounts):
         self,
         held: Sequence[LimitedAccount],
         _month: datetime,
-        _usage: UsageLedger,
+        _read: ReadMonth,
         *,
         with_month: bool,
     ) -> bool:

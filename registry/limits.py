@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
+from typing import Literal, get_args
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -44,6 +45,10 @@ UNLIMITED = Limits()
 WEIGHTS = (0.01, 100.0)
 """Least and largest weight of a tenant."""
 TENANT_LIMITS = tuple(field.name for field in fields(Limits))
+LimitKind = Literal[
+    "requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"
+]
+LIMIT_KINDS: tuple[LimitKind, ...] = get_args(LimitKind)
 KEY_LIMITS = TENANT_LIMITS[:4]
 """Limits that a single key may have, too."""
 

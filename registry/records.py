@@ -73,13 +73,13 @@ class Identity:
     """A caller, as its key says."""
 
     role: Literal["admin", "tenant"]
-    tenant_id: str | None
+    tenant_id: str | None = None
     """None for an admin."""
-    tenant: str | None
+    tenant: str | None = None
     """The tenant's name; None for an admin."""
-    key_id: str | None
+    key_id: str | None = None
     """None for the admin key, which has no row."""
-    scopes: tuple[Scope, ...]
+    scopes: tuple[Scope, ...] = SCOPES
     tenant_limits: Limits = UNLIMITED
     tenant_weight: float = 1.0
     key_limits: Limits = UNLIMITED
@@ -315,15 +315,13 @@ class UsageQuery:
     limit: int = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageRow(UsageTotals):
+@dataclass(frozen=True, kw_only=True)
+class UsageGroup:
     """One bucket of one group; fields that the query does not group by are None."""
 
     start: datetime
     """The bucket's first moment, also where the range begins later; without buckets the range's."""
     end: datetime
-    other: bool = False
-    """All groups below the top together; the fields of the group are None."""
     tenant_id: str | None = None
     tenant: str | None = None
     adapter_id: str | None = None
@@ -333,6 +331,14 @@ class UsageRow(UsageTotals):
     key_id: str | None = None
     status: str | None = None
     service_class: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageRow(UsageTotals, UsageGroup):
+    """Sums of one bucket of one group."""
+
+    other: bool = False
+    """All groups below the top together; the fields of the group are None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,17 +365,9 @@ class LatencyFigures:
     """Percentiles of the time to the first token (p50, p95, p99), in seconds; None where no request had one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyRow(LatencyFigures):
-    """One bucket of one group; fields that the query does not group by are None."""
-
-    start: datetime
-    end: datetime
-    tenant: str | None = None
-    adapter: str | None = None
-    """With grouping by adapter or version None means the base model."""
-    version: int | None = None
-    key_id: str | None = None
+@dataclass(frozen=True, kw_only=True)
+class LatencyRow(LatencyFigures, UsageGroup):
+    """Latency of one bucket of one group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from manylora.server.boundary import OPEN_WHILE_DRAINING, outer_layers
 from manylora.server.generation import models, tokens
 from manylora.server.http.dashboard import add_dashboard
 from manylora.server.http.openapi import openapi_page
-from manylora.server.limits.management_turns import ManagementTurns
+from manylora.server.limits.turns import ManagementTurns
 from manylora.server.services import Services
 from manylora.server.status import routes as routes_status
 from manylora.server.tenants import routes as routes_tenants

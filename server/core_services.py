@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 import manylora
 from manylora.server.limits.accounts import Accounts
-from manylora.server.limits.arrivals import Arrivals
+from manylora.server.limits.turns import Arrivals
 
 if TYPE_CHECKING:
     from manylora.config import Config

@@ -10,7 +10,8 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import cast
@@ -86,15 +87,7 @@ class KeyRing:
         if self._admin_digest is not None and hmac.compare_digest(
             credential.digest, self._admin_digest
         ):
-            shown = Credential("", credential.digest)
-            return Identity(
-                role="admin",
-                tenant_id=None,
-                tenant=None,
-                key_id=None,
-                scopes=SCOPES,
-                credential=shown,
-            )
+            return Identity(role="admin", credential=Credential("", credential.digest))
         identity, ends = await self._recent.ask(
             credential.digest, lambda: _read_known(self._database, credential)
         )
@@ -211,19 +204,9 @@ class Keys(Transactions):
             NotFoundError: There is no such key, or it was revoked.
             InvalidRequestError: As for `create_key`.
         """
-        async with self._change(self.key_ring) as session:
-            row = await _living(session, key_id)
+        async with self._changing(key_id, "key.update") as (row, detail):
             row.name = row.name if name is None else check_text(name, "name", 255)
-            detail = {"name": name, **_set(row, self.clock(), scopes, expires_at, limits)}
-            audit.add(
-                session,
-                self.clock(),
-                ADMIN,
-                "key.update",
-                tenant=row.tenant,
-                target=key_id,
-                **detail,
-            )
+            detail |= {"name": name, **_set(row, self.clock(), scopes, expires_at, limits)}
             return row
 
     async def get_key(self, key_id: str) -> KeyRow:
@@ -255,10 +238,8 @@ class Keys(Transactions):
         Raises:
             NotFoundError: There is no such key, or it was revoked.
         """
-        async with self._change(self.key_ring) as session:
-            row = await _living(session, key_id)
+        async with self._changing(key_id, "key.revoke") as (row, _):
             row.revoked_at = self.clock()
-            audit.add(session, self.clock(), ADMIN, "key.revoke", tenant=row.tenant, target=key_id)
 
     async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[KeyRow, str]:
         """Give a key a new secret. The last one works for `grace_s` seconds more, earlier ones stop at once.
@@ -269,25 +250,27 @@ class Keys(Transactions):
         Raises:
             NotFoundError: There is no such key, or it was revoked.
         """
-        async with self._change(self.key_ring) as session:
-            row = await _living(session, key_id)
+        async with self._changing(key_id, "key.rotate") as (row, detail):
+            row.previous_prefix = row.previous_digest = row.previous_until = None
             if grace_s > 0:
                 row.previous_prefix = row.prefix
                 row.previous_digest = row.digest
                 row.previous_until = self.clock() + timedelta(seconds=grace_s)
-            else:
-                row.previous_prefix = row.previous_digest = row.previous_until = None
-            secret = _new_secret(self.key_ring, row)
+            detail["grace_s"] = grace_s
+            return row, _new_secret(self.key_ring, row)
+
+    @asynccontextmanager
+    async def _changing(
+        self, key_id: str, action: str
+    ) -> AsyncIterator[tuple[KeyRow, dict[str, object]]]:
+        """A transaction that changes a key, and writes the details that it is given into the audit log."""
+        async with self._change(self.key_ring) as session:
+            row = await _living(session, key_id)
+            detail: dict[str, object] = {}
+            yield row, detail
             audit.add(
-                session,
-                self.clock(),
-                ADMIN,
-                "key.rotate",
-                tenant=row.tenant,
-                target=key_id,
-                grace_s=grace_s,
+                session, self.clock(), ADMIN, action, tenant=row.tenant, target=row.id, **detail
             )
-            return row, secret
 
 
 async def _living(session: AsyncSession, key_id: str) -> KeyRow:

@@ -367,10 +367,10 @@ class LimitBucketRow(Base):
     """All that was ever given back: `used + returned` falls only as the bucket drains."""
 
 
-class LimitLeaseRow(Base):
+class LimitAllocationRow(Base):
     """Part of a limit that one server holds."""
 
-    __tablename__ = "limit_leases"
+    __tablename__ = "limit_allocations"
 
     holder_id: Mapped[Id]
     kind: Mapped[Text32] = mapped_column(primary_key=True)
@@ -378,7 +378,7 @@ class LimitLeaseRow(Base):
     """The server's name."""
     amount: Mapped[int]
     until: Mapped[int]
-    """End of the lease, unless its owner renews it before: microseconds by the database's clock."""
+    """End of the allocation, unless its owner renews it before: microseconds by the database's clock."""
 
 
 class IdempotencyRow(Base):

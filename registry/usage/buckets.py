@@ -49,21 +49,12 @@ class Buckets:
     @classmethod
     def between(cls, bucket: Bucket | None, zone: ZoneInfo, first: int, last: int) -> Buckets:
         """Buckets for everything from the hour of `first` to that of `last`, in microseconds."""
-        if bucket not in ("1h", "1d"):
-            return cls(bucket, zone)
         pieces: list[tuple[int, int]] = []
         for begin, offset in _pieces(zone, first // HOUR_US * HOUR_US, last + HOUR_US):
             kept = offset % HOUR_US if bucket == "1h" else offset
             if not pieces or pieces[-1][1] != kept:
                 pieces.append((begin, kept))
         return cls(bucket, zone, tuple(pieces))
-
-    @property
-    def have_whole_hours(self) -> bool:
-        """True if any hour of UTC lies in one bucket only."""
-        return self.bucket != "1m" and not (
-            self.bucket == "1h" and all(offset for _, offset in self.pieces)
-        )
 
     @property
     def cut_hours(self) -> bool:
@@ -73,6 +64,9 @@ class Buckets:
 
     def key(self, at: ColumnElement[int]) -> ColumnElement[int]:
         """A number that is the same for all moments of a bucket; later buckets have larger ones."""
+        if self.bucket is None:
+            # Not the start: by default it moves with the clock, and cursors must not.
+            return literal(0, BigInteger)
         local = at + self._offset(at)
         width = WIDTHS[self.bucket]
         return local // width * width if self.bucket == "1d" else at - local % width

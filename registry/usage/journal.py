@@ -39,14 +39,14 @@ ResultT = TypeVar("ResultT")
 
 
 def encode_line(payload: bytes) -> bytes:
-    """A line: eight hex digits of CRC-32, the payload's length in decimal, the payload, a newline.
+    """A line: eight hex digits of CRC-32, the payload, a newline.
 
     Raises:
         ValueError: The payload holds a newline.
     """
     if b"\n" in payload:
         raise ValueError("expected a payload without newlines")
-    return b"%08x %d %b\n" % (zlib.crc32(payload), len(payload), payload)
+    return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
 
 def read_lines(path: Path, decode: Callable[[bytes], PayloadT]) -> tuple[list[PayloadT], int]:
@@ -59,9 +59,8 @@ def read_lines(path: Path, decode: Callable[[bytes], PayloadT]) -> tuple[list[Pa
     *complete, _torn = path.read_bytes().split(b"\n")
     decoded = []
     for line in complete:
-        checksum, _, rest = line.partition(b" ")
-        length, _, payload = rest.partition(b" ")
-        if checksum == b"%08x" % zlib.crc32(payload) and length == b"%d" % len(payload):
+        checksum, _, payload = line.partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(payload):
             with contextlib.suppress(msgspec.DecodeError):
                 decoded.append(decode(payload))
     return decoded, len(complete) - len(decoded)

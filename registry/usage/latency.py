@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, RowMapping, cast, func, select
+from sqlalchemy import RowMapping, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.adapters.ref import AdapterTier
@@ -21,8 +22,16 @@ from manylora.errors import InvalidRequestError
 from manylora.registry.db.clock import HOUR_US, from_micros, to_micros
 from manylora.registry.db.models import UsageLatencyRow
 from manylora.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
-from manylora.registry.usage.buckets import WIDTHS
-from manylora.registry.usage.query import adapter_label, check_query, group_columns, matching
+from manylora.registry.usage.buckets import Buckets
+from manylora.registry.usage.query import (
+    check_query,
+    group_cells,
+    group_columns,
+    group_fields,
+    matching,
+    name_columns,
+    sums_of,
+)
 
 LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
 PER_DECADE = 20
@@ -42,7 +51,7 @@ STATES = (*PLACES, "base", "unknown")
 """Places, `base` for requests without an adapter, `unknown` for those that ended before the adapter was looked up."""
 
 _LAST_HOUR = to_micros(datetime.max.replace(tzinfo=UTC)) // HOUR_US * HOUR_US
-_counts = UsageLatencyRow.__table__.c
+_counts = UsageLatencyRow.__table__
 
 
 async def query(session: AsyncSession, query: UsageQuery) -> LatencyReport:
@@ -57,76 +66,50 @@ async def query(session: AsyncSession, query: UsageQuery) -> LatencyReport:
     check_query(query)
     start = to_micros(query.start) // HOUR_US * HOUR_US
     end = min(-(-to_micros(query.end) // HOUR_US) * HOUR_US, _LAST_HOUR)
-    ids = group_columns(query)
+    query = replace(query, start=from_micros(start), end=from_micros(end))
+    buckets = Buckets(query.bucket, query.zone)
+    columns = select(buckets.key(_counts.c.at).label("bucket"), *_counts.c)
+    facts = matching(query, columns, _counts, start, end).subquery()
+    cells = group_cells(query, facts, sums_of(facts, ["requests"]), "adapter_state", "bin")
+    ids = ("bucket", *group_columns(query))
+    counted = cells.order_by(*(facts.c[name] for name in ids)).limit(MAX_COUNTS + 1)
+    found = (await session.execute(counted)).mappings().all()
+    if len(found) > MAX_COUNTS:
+        raise InvalidRequestError(
+            "The answer would be too long. Ask for less: a shorter range, a wider bucket, fewer groups, or filters."
+        )
     rows: dict[tuple[Any, ...], list[RowMapping]] = {}
-    found = await _read(session, query, ids, start, end)
-    for counted in found:
-        rows.setdefault(tuple(counted.get(name) for name in ("bucket", *ids)), []).append(counted)
+    for each in found:
+        rows.setdefault(tuple(each[name] for name in ids), []).append(each)
     return LatencyReport(
-        start=from_micros(start),
-        end=from_micros(end),
-        rows=tuple(_row(query, of_row, start, end) for of_row in rows.values()),
+        start=query.start,
+        end=query.end,
+        rows=tuple(_row(query, buckets, of_row) for of_row in rows.values()),
         totals=LatencyFigures(**_figures(found)),
     )
 
 
-def _row(query: UsageQuery, counted: Sequence[RowMapping], start: int, end: int) -> LatencyRow:
-    ids: Mapping[Any, Any] = counted[0]
-    start = ids.get("bucket", start)
-    end = start + WIDTHS[query.bucket] if query.bucket else end
-    by_adapter = "adapter" in query.group_by or "version" in query.group_by
-    return LatencyRow(
-        start=from_micros(start),
-        end=from_micros(end),
-        tenant=(min(each["tenant"] for each in counted) or None)
-        if "tenant" in query.group_by
-        else None,
-        adapter=(min(each["adapter"] for each in counted) or None) if by_adapter else None,
-        version=ids.get("adapter_version") or None,
-        key_id=ids.get("key_id") or None,
-        **_figures(counted),
-    )
+def _row(query: UsageQuery, buckets: Buckets, counted: Sequence[RowMapping]) -> LatencyRow:
+    names = {name: min(each[name] for each in counted) for name in name_columns(query)}
+    group = group_fields(query, buckets, {**counted[0], **names})
+    return LatencyRow(**group, **_figures(counted))
 
 
 def _figures(counted: Sequence[RowMapping]) -> dict[str, Any]:
     states = Counter[str]()
     bins = Counter[int]()
     for each in counted:
-        states[each["adapter_state"] if each["adapter_state"] in STATES else "unknown"] += each[
-            "requests"
-        ]
+        state = each["adapter_state"]
+        states[state if state in STATES else "unknown"] += each["requests"]
         bins[each["bin"]] += each["requests"]
     placed = sum(states[place] for place in PLACES)
-    times = {percent: percentile(bins, percent) for percent in PERCENTS}
+    times = {f"p{percent}": percentile(bins, percent) for percent in PERCENTS}
     return {
         "requests": states.total(),
         "states": {state: states[state] for state in STATES},
         "hit_rate": states["device"] / placed if placed else None,
-        "ttft_s": {
-            f"p{percent}": seconds for percent, seconds in times.items() if seconds is not None
-        }
-        or None,
+        "ttft_s": None if None in times.values() else times,
     }
-
-
-async def _read(
-    session: AsyncSession, query: UsageQuery, ids: Sequence[str], start: int, end: int
-) -> Sequence[RowMapping]:
-    order: list[ColumnElement[Any]] = [_counts[name] for name in ids]
-    if width := WIDTHS[query.bucket]:
-        order.insert(0, (_counts.at // width * width).label("bucket"))
-    keys = [*order, _counts.adapter_state, _counts.bin]
-    shown = {"tenant": _counts.tenant, "adapter": adapter_label(query, UsageLatencyRow.__table__)}
-    names = (func.min(shown[name]).label(name) for name in shown)
-    requests = cast(func.sum(_counts.requests), BigInteger).label("requests")
-    counted = select(*keys, *names, requests).group_by(*keys).order_by(*order).limit(MAX_COUNTS + 1)
-    counted = matching(query, counted, UsageLatencyRow.__table__, start, end)
-    found: Sequence[RowMapping] = (await session.execute(counted)).mappings().all()
-    if len(found) > MAX_COUNTS:
-        raise InvalidRequestError(
-            "The answer would be too long. Ask for less: a shorter range, a wider bucket, fewer groups, or filters."
-        )
-    return found
 
 
 def bin_of(seconds: float | None) -> int:

@@ -89,9 +89,7 @@ class UsageLedger:
         self._moving = asyncio.Lock()
         self._num_flushes = 0
         self._last_good_flush = 0
-        self._mover: asyncio.Task[None] | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._biller: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, grace_s: float = 0.0) -> None:
         """Replay what a crash left in the journal's folder, and start the task that moves events.
@@ -103,16 +101,19 @@ class UsageLedger:
             CapacityError: The database cannot answer; the journal is closed then.
         """
         try:
-            marks = await self._replay(bills_marks=not grace_s)
+            cut_off = await self._read_marks()
+            if not grace_s:
+                self._unwritten.update(cut_off)
+            await self.flush()
         except BaseException:
             await self.journal.close()
             raise
-        if marks:
-            self._biller = asyncio.create_task(
-                self._bill_later(marks, grace_s), name="manylora-usage-biller"
-            )
-        self._mover = asyncio.create_task(self._move_forever(), name="manylora-usage-mover")
-        self._watcher = asyncio.create_task(self._watch_files(), name="manylora-database-files")
+        works = {"mover": self._move_forever(), "files": self._watch_files()}
+        if cut_off and grace_s:
+            works["biller"] = self._bill_later(cut_off, grace_s)
+        self._tasks = [
+            asyncio.create_task(work, name=f"manylora-usage-{name}") for name, work in works.items()
+        ]
 
     def check(self) -> None:
         """Return if the end of a request can be recorded, as far as is known; ask before computing for it.
@@ -125,12 +126,11 @@ class UsageLedger:
 
     async def close(self) -> None:
         """Move the rest of the journal if the database answers; else it is replayed at the next start."""
-        for task in (self._mover, self._biller, self._watcher):
-            if task is not None:
-                async with self._moving:  # not in the middle of a transaction
-                    task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        for task in self._tasks:
+            async with self._moving:  # not in the middle of a transaction
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         try:
             await self._flush_or_log()
         finally:
@@ -311,43 +311,34 @@ class UsageLedger:
         for each in ids:
             self._open_marks.pop(each, None)
 
-    async def _replay(self, *, bills_marks: bool) -> list[str]:
-        """Move what the last process left. A request with marks and no end was cut off when that process died.
+    async def _read_marks(self) -> list[str]:
+        """Find the requests in the journal that have marks and no end: they were cut off when the last process died.
+
+        A mark may come after its end in the journal. The end is moved to the database before a mark is billed, and the
+        first event of an id counts.
 
         Returns:
-            Ids of such requests that were not billed: their marks were written again.
+            Their ids.
         """
-        marks: dict[str, UsageEvent] = {}
-        damaged: dict[Path, int] = {}
         num_ends = 0
         for path in self.journal.closed:
-            entries, damaged[path] = await asyncio.to_thread(read_lines, path, _decoder.decode)
-            ends = [entry.event for entry in entries if entry.kind == "final"]
-            await self._insert(ends)
-            num_ends += len(ends)
-            for event in (entry.event for entry in entries if entry.kind == "mark"):
-                if (
-                    event.id not in marks
-                    or marks[event.id].completion_tokens <= event.completion_tokens
-                ):
-                    marks[event.id] = event
-            for event in ends:
-                marks.pop(event.id, None)
-        # A mark may come after its end in the journal. The end is in the database by now, and the first event counts.
-        if bills_marks:
-            await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
-        elif marks:
-            self._open_marks.update(marks)
-            await self.journal.append(
-                *(_encoder.encode(_Entry("mark", mark)) for mark in marks.values())
-            )
-        for path, num_damaged in damaged.items():
-            await self._discard(path, num_damaged)
-        if damaged:
+            entries, _ = await asyncio.to_thread(read_lines, path, _decoder.decode)
+            for entry in sorted(entries, key=lambda entry: entry.kind == "final"):
+                event = entry.event
+                if entry.kind == "final":
+                    num_ends += 1
+                    self._open_marks.pop(event.id, None)
+                    continue
+                last = self._open_marks.get(event.id)
+                if last is None or last.completion_tokens <= event.completion_tokens:
+                    self._open_marks[event.id] = event
+        if self.journal.closed:
             _logger.info(
-                "usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks)
+                "usage journal: replaying %d ends and %d cut-off requests",
+                num_ends,
+                len(self._open_marks),
             )
-        return [] if bills_marks else list(marks)
+        return list(self._open_marks)
 
     async def _bill_later(self, ids: Collection[str], grace_s: float) -> None:
         """Bill requests that were cut off when the last process died, unless somebody else has billed them by then."""

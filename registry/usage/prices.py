@@ -7,11 +7,10 @@ currency. The current prices apply to the whole history.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from decimal import Decimal
-from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, FromClause, and_, case, cast, literal
+from sqlalchemy import BigInteger, ColumnElement, FromClause, and_, case, cast, literal, true
 
 UNITS = 10**10
 """Units of cost in one of the currency."""
@@ -30,6 +29,10 @@ class Price:
     """A prompt token found in the prefix cache."""
     completion: int
 
+    def times(self, factor: Decimal) -> Price:
+        """These prices times a factor; the products must be whole numbers of units."""
+        return Price(**{kind: int(units * factor) for kind, units in asdict(self).items()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
@@ -37,55 +40,54 @@ class PriceTable:
 
     currency: str
     """Such as `EUR`."""
-    default: Price
-    base: Price | None = None
-    """Price of requests without an adapter."""
-    tenants: Mapping[str, Price] = field(default_factory=dict)
-    adapters: Mapping[tuple[str, str], Price] = field(default_factory=dict)
-    """Prices by the caller's tenant and the adapter's name."""
+    prices: Mapping[str, Price]
+    """By `tenant/adapter` (`tenant/owner/adapter` for one that was granted), `tenant/*`, `base` for requests without an
+    adapter, and `default`, which must be there."""
     batch: Decimal = Decimal(1)
     """Factor on every price for a line of a batch. A price times this factor must be a whole number of units."""
 
     def costs(self, facts: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
         """The cost of each row of `facts` in two parts: the first in `PART` units, the second in units."""
         columns = facts.c
-        computed = columns.prompt_tokens - columns.cached_tokens
-        kinds = (
-            ("prompt", computed),
-            ("cached", columns.cached_tokens),
-            ("completion", columns.completion_tokens),
-        )
 
-        def cost(part: int, factor: Decimal) -> ColumnElement[int]:
-            terms = [
-                cast(tokens, BigInteger) * self._of(kind, part, columns, factor)
-                for kind, tokens in kinds
+        def applies(name: str) -> ColumnElement[bool]:
+            tenant, slash, adapter = name.partition("/")
+            if not slash:
+                return true() if name == "default" else columns.adapter == ""
+            is_tenants = columns.tenant == tenant
+            return is_tenants if adapter == "*" else and_(is_tenants, columns.adapter == adapter)
+
+        names = sorted(self.prices, key=_rank)
+        priced = [(applies(name), self.prices[name]) for name in names]
+        if self.batch != 1:
+            is_batch = columns.service_class == "batch"
+            priced = [
+                *((and_(is_batch, here), price.times(self.batch)) for here, price in priced),
+                *priced,
             ]
+        kinds = {
+            "prompt": columns.prompt_tokens - columns.cached_tokens,
+            "cached": columns.cached_tokens,
+            "completion": columns.completion_tokens,
+        }
+
+        def cost(part: int) -> ColumnElement[int]:
+            terms = []
+            for kind, tokens in kinds.items():
+                *whens, (_, otherwise) = [
+                    (here, literal(divmod(getattr(price, kind), PART)[part], BigInteger))
+                    for here, price in priced
+                ]
+                units = case(*whens, else_=otherwise) if whens else otherwise
+                terms.append(cast(tokens, BigInteger) * units)
             return terms[0] + terms[1] + terms[2]
 
-        if self.batch == 1:
-            return cost(0, self.batch), cost(1, self.batch)
-        is_batch = columns.service_class == "batch"
-        parts, units = (
-            case((is_batch, cost(part, self.batch)), else_=cost(part, Decimal(1)))
-            for part in (0, 1)
-        )
-        return parts, units
+        return cost(0), cost(1)
 
-    def _of(self, kind: str, part: int, columns: Any, factor: Decimal) -> ColumnElement[int]:  # noqa: ANN401 - a collection of columns
-        def units(price: Price) -> ColumnElement[int]:
-            return literal(divmod(int(getattr(price, kind) * factor), PART)[part], BigInteger)
 
-        whens: list[tuple[ColumnElement[bool], ColumnElement[int]]] = [
-            (and_(columns.tenant == tenant, columns.adapter == adapter), units(price))
-            for (tenant, adapter), price in self.adapters.items()
-        ]
-        whens += [
-            (columns.tenant == tenant, units(price)) for tenant, price in self.tenants.items()
-        ]
-        if self.base is not None:
-            whens.append((columns.adapter == "", units(self.base)))
-        return case(*whens, else_=units(self.default)) if whens else units(self.default)
+def _rank(name: str) -> int:
+    """Place of a price among those that may count: of an adapter, of a tenant, of the base, the default."""
+    return {"base": 2, "default": 3}.get(name, int(name.endswith("/*")))
 
 
 def in_currency(units: int) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC
 from typing import Any
 
@@ -52,6 +53,8 @@ GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 _COSTS = ("cost_parts", "cost_units")
 _FIGURES = (*SUMS, *_COSTS)
+_RANKED = {"cost": _COSTS, "total_tokens": ("prompt_tokens", "completion_tokens")}
+"""Figures by which `rank_by` orders, if it names none of them."""
 
 _events = UsageEventRow.__table__
 _rollups = UsageRollupRow.__table__
@@ -89,20 +92,16 @@ async def query(
             "This server has no prices, so rank_by cannot be cost.", param="rank_by"
         )
     buckets = await _buckets(session, query)
-    needed = NAMES if "adapter" in _names(query) else _names(query)
-    facts = _facts(query, buckets, needed if prices is None else (*NAMES, "service_class"))
+    facts = _facts(query, buckets)
     nothing = sa.literal(0, sa.BigInteger)
     costs = (nothing, nothing) if prices is None else prices.costs(facts)
-    sums = [
-        sum_of(each, name)
-        for name, each in zip(_FIGURES, (*(facts.c[name] for name in SUMS), *costs), strict=True)
-    ]
-    cells = _cells(query, facts, sums)
+    columns = (*(facts.c[name] for name in SUMS), *costs)
+    sums = [sum_of(each).label(name) for name, each in zip(_FIGURES, columns, strict=True)]
+    cells = group_cells(query, facts, sums)
     if query.top is not None:
-        found = (await session.execute(_top(query, query.top, cells.cte("cells")))).mappings().all()
-        return _top_report(query, query.top, buckets, found)
+        return await _top_report(session, query, query.top, buckets, cells.cte("cells"))
     grouped = cells.subquery()
-    order = [column for column in grouped.c if column.name in ("bucket", *group_columns(query))]
+    order = [grouped.c[name] for name in ("bucket", *group_columns(query))]
     page = sa.select(grouped).where(grouped.c.requests > 0).order_by(*order).limit(query.limit + 1)
     if query.after is not None:
         page = page.where(sa.tuple_(*order) > sa.tuple_(*_read_cursor(query.after, order)))
@@ -151,32 +150,25 @@ def matching(
     query: UsageQuery, facts: sa.Select[Any], table: sa.FromClause, start: int, end: int
 ) -> sa.Select[Any]:
     """The rows of `facts`, a select of a usage table, that lie in the range (microseconds) and match the filters."""
-    facts = facts.where(table.c.at >= start, table.c.at < end)
+    conditions = [table.c.at >= start, table.c.at < end]
     if query.tenant_id is not None:
-        facts = facts.where(table.c.tenant_id == query.tenant_id)
+        conditions.append(table.c.tenant_id == query.tenant_id)
     filters = {
-        "adapter": query.adapters,
         "adapter_version": query.versions,
         "key_id": query.key_ids,
         "status": query.statuses,
         "service_class": query.service_classes,
     }
-    for column, wanted in filters.items():
-        if wanted:
-            is_wanted = table.c[column].in_(wanted)
-            facts = facts.where(
-                is_wanted | _asked_by_owner(query, table) if column == "adapter" else is_wanted
-            )
-    return facts
+    conditions += [table.c[column].in_(wanted) for column, wanted in filters.items() if wanted]
+    if query.adapters:
+        # The usage of an owner says only `name` where that of others says `owner/name`.
+        owned = [tuple(text.split("/", 1)) for text in query.adapters if "/" in text]
+        is_owners = sa.tuple_(table.c.tenant, table.c.adapter).in_(owned)
+        conditions.append(table.c.adapter.in_(query.adapters) | is_owners)
+    return facts.where(*conditions)
 
 
-def _asked_by_owner(query: UsageQuery, table: sa.FromClause) -> sa.ColumnElement[bool]:
-    """True if the owner of a wanted `owner/name` asked: its own usage says only `name`."""
-    owned = [tuple(text.split("/", 1)) for text in query.adapters if "/" in text]
-    return sa.tuple_(table.c.tenant, table.c.adapter).in_(owned)
-
-
-def adapter_label(query: UsageQuery, facts: sa.FromClause) -> sa.ColumnElement[str]:
+def _adapter_label(query: UsageQuery, facts: sa.FromClause) -> sa.ColumnElement[str]:
     """An adapter's name in a row, which is also the filter for what the row sums up.
 
     A row over several tenants names the owner, because each of them may have an adapter of this name.
@@ -190,9 +182,14 @@ def adapter_label(query: UsageQuery, facts: sa.FromClause) -> sa.ColumnElement[s
     )
 
 
-def sum_of(column: sa.ColumnElement[int], name: str) -> sa.Label[int]:
+def sum_of(column: sa.ColumnElement[int]) -> sa.ColumnElement[int]:
     """0 for no rows; an integer in PostgreSQL too, which sums 64-bit integers to decimal numbers."""
-    return sa.func.coalesce(sa.func.sum(column), 0).cast(sa.BigInteger).label(name)
+    return sa.func.coalesce(sa.func.sum(column), 0).cast(sa.BigInteger)
+
+
+def sums_of(table: sa.FromClause, names: Iterable[str]) -> list[sa.Label[int]]:
+    """The sums of these columns, under their names."""
+    return [sum_of(table.c[name]).label(name) for name in names]
 
 
 async def _buckets(session: AsyncSession, query: UsageQuery) -> Buckets:
@@ -211,23 +208,21 @@ async def _buckets(session: AsyncSession, query: UsageQuery) -> Buckets:
     return Buckets.between(query.bucket, query.zone, first or 0, last or 0)
 
 
-def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> sa.Subquery:
+def _facts(query: UsageQuery, buckets: Buckets) -> sa.Subquery:
     """The facts of the range as rows of one shape: hourly sums for whole hours, events for the rest."""
-    kept = dict.fromkeys((*group_columns(query), *names))
+    kept = dict.fromkeys((*group_columns(query), *NAMES, "service_class"))
 
     def facts(
         table: sa.FromClause, sums: Iterable[sa.ColumnElement[int]], begin: int, end: int
     ) -> sa.Select[Any]:
-        bucket = (buckets.key(table.c.at).label("bucket"),) if query.bucket else ()
-        return matching(
-            query, sa.select(*bucket, *(table.c[name] for name in kept), *sums), table, begin, end
-        )
+        columns = (buckets.key(table.c.at).label("bucket"), *(table.c[name] for name in kept))
+        return matching(query, sa.select(*columns, *sums), table, begin, end)
 
     start = to_micros(query.start)
     end = to_micros(query.end)
     first_hour = -(-start // HOUR_US) * HOUR_US
     last_hour = end // HOUR_US * HOUR_US
-    if not buckets.have_whole_hours or first_hour >= last_hour:
+    if query.bucket == "1m" or first_hour >= last_hour:
         return facts(_events, _EVENT_SUMS, start, end).subquery()
     hours = facts(_rollups, (_rollups.c[name] for name in SUMS), first_hour, last_hour)
     edges = [
@@ -248,25 +243,20 @@ def group_columns(query: UsageQuery) -> tuple[str, ...]:
     )
 
 
-def _names(query: UsageQuery) -> list[str]:
+def name_columns(query: UsageQuery) -> list[str]:
     """Columns of the names that belong to these ids."""
     ids = group_columns(query)
     return [name for name in NAMES if f"{name}_id" in ids]
 
 
-def _cells(query: UsageQuery, facts: sa.Subquery, sums: Sequence[sa.Label[int]]) -> sa.Select[Any]:
-    """Each bucket of each group."""
-    groups = [facts.c[name] for name in group_columns(query)]
-    shown = (
-        adapter_label(query, facts) if name == "adapter" else facts.c[name]
-        for name in _names(query)
-    )
-    names = [sa.func.min(text).label(name) for name, text in zip(_names(query), shown, strict=True)]
-    if query.bucket:
-        return sa.select(facts.c.bucket, *groups, *names, *sums).group_by(facts.c.bucket, *groups)
-    # Not the start: by default it moves with the clock, and cursors must not.
-    bucket = sa.literal(0, sa.BigInteger).label("bucket")
-    return sa.select(bucket, *groups, *names, *sums).group_by(*groups)
+def group_cells(
+    query: UsageQuery, facts: sa.FromClause, sums: Iterable[sa.Label[int]], *more: str
+) -> sa.Select[Any]:
+    """The sums of each bucket of each group, and of each value of `more` columns."""
+    keys = [facts.c[name] for name in ("bucket", *group_columns(query), *more)]
+    labels = {"tenant": facts.c.tenant, "adapter": _adapter_label(query, facts)}
+    names = (sa.func.min(labels[name]).label(name) for name in name_columns(query))
+    return sa.select(*keys, *names, *sums).group_by(*keys)
 
 
 async def _whole(
@@ -275,81 +265,70 @@ async def _whole(
     """Totals of the whole range, and how many groups it has."""
     groups = [facts.c[name] for name in group_columns(query)]
     per_group = sa.select(*groups, *sums).group_by(*groups).subquery()
-    statement = sa.select(
-        sa.func.count().label("groups"), *(sum_of(per_group.c[name], name) for name in _FIGURES)
-    )
+    statement = sa.select(sa.func.count().label("groups"), *sums_of(per_group, _FIGURES))
     row = (await session.execute(statement)).mappings().one()
     return UsageTotals(**_figures(row)), row["groups"]
 
 
-def _top(query: UsageQuery, top: int, cells: sa.CTE) -> sa.Select[Any]:
+async def _top_report(
+    session: AsyncSession, query: UsageQuery, top: int, buckets: Buckets, cells: sa.CTE
+) -> UsageReport:
     """The cells of the top groups, and behind them in each bucket one cell of all other groups."""
     ids = group_columns(query)
     groups = [cells.c[name] for name in ids]
     place = sa.func.row_number().over(order_by=[*_rank(query, cells), *groups]).label("place")
     ranked = sa.select(*groups, place, sa.func.count().over().label("groups")).group_by(*groups)
     chosen = ranked.order_by(place).limit(top).cte("chosen")
-    place = sa.func.coalesce(chosen.c.place, top + 1).label("place")
-    shown = (sa.func.min(cells.c[name]).label(name) for name in (*ids, *_names(query)))
-    sums = (sum_of(cells.c[name], name) for name in _FIGURES)
     joined = cells.outerjoin(chosen, sa.and_(*(cells.c[name] == chosen.c[name] for name in ids)))
-    rows = sa.select(
-        cells.c.bucket, place, sa.func.max(chosen.c.groups).label("groups"), *shown, *sums
+    keys = (cells.c.bucket, sa.func.coalesce(chosen.c.place, top + 1).label("place"))
+    shown = (sa.func.min(cells.c[name]).label(name) for name in (*ids, *name_columns(query)))
+    statement = sa.select(
+        *keys, sa.func.max(chosen.c.groups).label("groups"), *shown, *sums_of(cells, _FIGURES)
     )
-    return (
-        rows.select_from(joined)
-        .group_by(cells.c.bucket, place)
-        .order_by(cells.c.bucket, place)
-        .limit(MAX_ROWS + 1)
-    )
-
-
-def _rank(query: UsageQuery, cells: sa.CTE) -> list[sa.ColumnElement[Any]]:
-    if query.rank_by == "cost":
-        parts, units = (sum_of(cells.c[name], name).element for name in _COSTS)
-        return [(parts + units // PART).desc(), (units % PART).desc()]
-    names = (
-        ("prompt_tokens", "completion_tokens")
-        if query.rank_by == "total_tokens"
-        else (query.rank_by,)
-    )
-    return [sa.func.sum(sum((cells.c[name] for name in names[1:]), cells.c[names[0]])).desc()]
-
-
-def _top_report(
-    query: UsageQuery, top: int, buckets: Buckets, found: Sequence[sa.RowMapping]
-) -> UsageReport:
+    statement = statement.select_from(joined).group_by(*keys).order_by(*keys).limit(MAX_ROWS + 1)
+    found = (await session.execute(statement)).mappings().all()
     if len(found) > MAX_ROWS:
         raise InvalidRequestError(
             f"The answer would have more than {MAX_ROWS} rows: take a wider bucket, a shorter range or a smaller top.",
             param="top",
         )
     rows = tuple(_usage_row(query, buckets, row, is_other=row["place"] > top) for row in found)
-    groups = max((row["groups"] or 0 for row in found), default=0)
-    return UsageReport(rows=rows, totals=_total(rows), groups=groups, next=None)
+    num_groups = max((row["groups"] or 0 for row in found), default=0)
+    return UsageReport(rows=rows, totals=_total(rows), groups=num_groups, next=None)
+
+
+def _rank(query: UsageQuery, cells: sa.CTE) -> list[sa.ColumnElement[Any]]:
+    names = _RANKED.get(query.rank_by, (query.rank_by,))
+    first, *more = (sum_of(cells.c[name]) for name in names)
+    if query.rank_by == "cost":
+        return [(first + more[0] // PART).desc(), (more[0] % PART).desc()]
+    return [sum(more, first).desc()]
+
+
+def group_fields(query: UsageQuery, buckets: Buckets, row: Mapping[Any, Any]) -> dict[str, Any]:
+    """The fields of `UsageGroup`, by a row of `group_cells`."""
+    start, end = buckets.span(row["bucket"]) if query.bucket else (query.start, query.end)
+    fields = {name: row[name] or None for name in (*group_columns(query), *name_columns(query))}
+    version = fields.pop("adapter_version", None)
+    return {
+        **fields,
+        "version": version,
+        "start": start.astimezone(UTC),
+        "end": end.astimezone(UTC),
+    }
 
 
 def _usage_row(
     query: UsageQuery, buckets: Buckets, row: sa.RowMapping, *, is_other: bool = False
 ) -> UsageRow:
-    start, end = buckets.span(row["bucket"]) if query.bucket else (query.start, query.end)
-    shown = () if is_other else (*group_columns(query), *_names(query))
-    ids: dict[str, Any] = {name: row[name] or None for name in shown}
-    return UsageRow(
-        start=start.astimezone(UTC),
-        end=end.astimezone(UTC),
-        other=is_other,
-        version=ids.pop("adapter_version", None),
-        **ids,
-        **_figures(row),
-    )
+    if is_other:
+        query = replace(query, group_by=())
+    return UsageRow(other=is_other, **group_fields(query, buckets, row), **_figures(row))
 
 
-def _total(rows: Iterable[UsageTotals]) -> UsageTotals:
-    found = list(rows)
-    return UsageTotals(
-        **{name: sum(getattr(row, name) for row in found) for name in (*SUMS, "cost")}
-    )
+def _total(rows: Sequence[UsageTotals]) -> UsageTotals:
+    names = (*SUMS, "cost")
+    return UsageTotals(**{name: sum(getattr(row, name) for row in rows) for name in names})
 
 
 def _figures(row: sa.RowMapping) -> dict[str, Any]:

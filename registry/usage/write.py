@@ -30,7 +30,7 @@ from manylora.registry.db.models import (
 from manylora.registry.names import MAX_VERSION, check_integer, check_text, storable
 from manylora.registry.records import RETRIED, AdapterUsage, UsageEvent
 from manylora.registry.usage.latency import bin_of
-from manylora.registry.usage.query import SUMS, sum_of
+from manylora.registry.usage.query import SUMS, sum_of, sums_of
 
 MAX_TOKENS = 1 << 40
 """Most tokens in one event: the sum of 2^23 such events is below 2^63."""
@@ -48,7 +48,7 @@ _TEXTS = {
     if isinstance(column.type, String) and column.name != "request_id"
 }
 """Texts, with the most characters that the column takes. `request_id` is cut instead of refused."""
-_adapters = UsageAdapterRow.__table__.c
+_adapters = UsageAdapterRow.__table__
 _months = UsageMonthRow.__table__.c
 _TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow, UsageMonthRow)
 
@@ -93,18 +93,18 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
     if overruled:  # deleted only now: another transaction's insert was waited for
         deleted = delete(UsageEventRow).where(_events.id.in_(overruled)).returning(*_events)
         found = [dict(row) for row in (await session.execute(deleted)).mappings()]
-        await add_to_sums(session, found, -1)
+        await _add_to_sums(session, found, -1)
         inserted |= set(
             await session.scalars(statement, [rows[event_id] for event_id in overruled])
         )
-    await add_to_sums(session, (rows[event_id] for event_id in inserted))
+    await _add_to_sums(session, (rows[event_id] for event_id in inserted))
 
 
 async def month_tokens(
     session: AsyncSession, ids: Collection[str], month: datetime
 ) -> dict[str, int]:
     """Prompt and completion tokens of a calendar month, by the ids of tenants and keys that have any."""
-    tokens = sum_of(_months.prompt_tokens + _months.completion_tokens, "tokens")
+    tokens = sum_of(_months.prompt_tokens + _months.completion_tokens)
     found: dict[str, int] = {}
     for holder in (_months.tenant_id, _months.key_id) if ids else ():
         sums = select(holder, tokens).where(_months.month == to_micros(month), holder.in_(ids))
@@ -122,7 +122,7 @@ async def month_tokens_without(
     tokens = (await month_tokens(session, [holder_id], month)).get(holder_id, 0)
     if not events:
         return tokens
-    left_out = select(sum_of(_events.prompt_tokens + _events.completion_tokens, "tokens")).where(
+    left_out = select(sum_of(_events.prompt_tokens + _events.completion_tokens)).where(
         _events.id.in_(list(events)),
         or_(_events.tenant_id == holder_id, _events.key_id == holder_id),
         _events.at >= to_micros(month),
@@ -140,7 +140,9 @@ def _row(event: UsageEvent) -> dict[str, Any]:
     return row
 
 
-async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]], sign: int = 1) -> None:
+async def _add_to_sums(
+    session: AsyncSession, rows: Iterable[dict[str, Any]], sign: int = 1
+) -> None:
     """Add events (rows of their table) that were inserted in this transaction to the sums; -1 takes them off."""
     facts = [
         {
@@ -155,10 +157,24 @@ async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]], sig
         for row in rows
     ]
     for table, (column, left_out) in _KEPT:
-        if added := _sums_of(table, (fact for fact in facts if fact[column] != left_out)):
+        sums = [name for name in SUMS if name in table.c]
+        added: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for fact in facts:
+            if fact[column] == left_out:
+                continue
+            key = tuple(fact[each.name] for each in table.primary_key)
+            row = added.get(key)
+            if row is None:
+                added[key] = {each.name: fact[each.name] for each in table.c}
+                continue
+            for name in sums:
+                row[name] += fact[name]
+            if "last_at" in row:
+                row["last_at"] = max(row["last_at"], fact["last_at"])
+        if added:
             upsert = insert_into(session, table)
             changes: dict[str, ColumnElement[Any]] = {
-                name: table.c[name] + upsert.excluded[name] for name in SUMS if name in table.c
+                name: table.c[name] + upsert.excluded[name] for name in sums
             }
             if "last_at" in table.c:
                 later = upsert.excluded.last_at > table.c.last_at
@@ -166,16 +182,15 @@ async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]], sig
             upsert = upsert.on_conflict_do_update(
                 index_elements=list(table.primary_key), set_=changes
             )
-            await session.execute(upsert, added)
+            await session.execute(upsert, list(added.values()))
 
 
 async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, AdapterUsage]:
     """All usage of these adapters by all tenants; ids without usage are absent."""
-    sums = [sum_of(_adapters[name], name) for name in SUMS]
-    statement = select(_adapters.adapter_id, func.max(_adapters.last_at).label("last_at"), *sums)
-    statement = statement.where(_adapters.adapter_id.in_(set(adapter_ids))).group_by(
-        _adapters.adapter_id
-    )
+    sums = sums_of(_adapters, SUMS)
+    of_adapter = _adapters.c.adapter_id
+    statement = select(of_adapter, func.max(_adapters.c.last_at).label("last_at"), *sums)
+    statement = statement.where(of_adapter.in_(set(adapter_ids))).group_by(of_adapter)
     found = (await session.execute(statement)).mappings()
     return {
         row["adapter_id"]: AdapterUsage(
@@ -183,24 +198,6 @@ async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str
         )
         for row in found
     }
-
-
-def _sums_of(table: Table, facts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the table, one for each key."""
-    keys = [column.name for column in table.primary_key]
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for fact in facts:
-        key = tuple(fact[name] for name in keys)
-        row = rows.get(key)
-        if row is None:
-            rows[key] = {column.name: fact[column.name] for column in table.c}
-            continue
-        for name in SUMS:
-            if name in row:
-                row[name] += fact[name]
-        if "last_at" in row:
-            row["last_at"] = max(row["last_at"], fact["last_at"])
-    return list(rows.values())
 
 
 async def erase_keys(session: AsyncSession, key_ids: Collection[str], now: datetime) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from email.utils import format_datetime
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
@@ -62,14 +61,6 @@ def check_own_page(scope: Scope, headers: Headers) -> None:
         )
 
 
-def session_cookie(scope: Scope, headers: Headers, token: str, ends: datetime | None) -> str:
-    """The header that sets the cookie, or deletes it where `ends` is None."""
-    is_secure = scope["scheme"] == "https" or headers.get("x-forwarded-proto") == "https"
-    parts = [f"{cookie_name(headers)}={token}", "Path=/", "HttpOnly", "SameSite=Strict"]
-    parts.append("Max-Age=0" if ends is None else f"Expires={format_datetime(ends, usegmt=True)}")
-    return "; ".join([*parts, *(("Secure",) if is_secure else ())])
-
-
 def _host_of(origin: str) -> str | None:
     return origin.partition("://")[2] or None
 
@@ -100,20 +91,33 @@ async def begin_session(
 ) -> SessionView:
     """Begin a browser's session with the key, or the link, of the Authorization header; the cookie ends in 12 hours."""
     token, ends = await services.registry.sessions.begin_session(_credential(caller))
-    response.headers["set-cookie"] = session_cookie(request.scope, request.headers, token, ends)
+    _set_cookie(request, response, token, ends)
     return SessionView(
         role=caller.identity.role, tenant=caller.identity.tenant, expires_at=iso(ends)
     )
 
 
-@router.delete("/v1/session", status_code=204)
-async def end_session(request: Request, services: Wired, _: AnyCaller) -> Response:
+@router.delete("/v1/session", status_code=204, response_class=Response)
+async def end_session(request: Request, response: Response, services: Wired, _: AnyCaller) -> None:
     """End the browser's session, everywhere and at once."""
     token = session_token(request.headers)
     if token is not None:
         await services.registry.sessions.end_session(token)
-    cookie = session_cookie(request.scope, request.headers, "", None)
-    return Response(status_code=204, headers={"set-cookie": cookie})
+    _set_cookie(request, response, "", None)
+
+
+def _set_cookie(request: Request, response: Response, token: str, ends: datetime | None) -> None:
+    """Set the session's cookie, or delete it where `ends` is None."""
+    protocols = (request.url.scheme, request.headers.get("x-forwarded-proto"))
+    response.set_cookie(
+        cookie_name(request.headers),
+        token,
+        max_age=0 if ends is None else None,
+        expires=ends,
+        secure="https" in protocols,
+        httponly=True,
+        samesite="strict",
+    )
 
 
 @router.post("/v1/session/links", status_code=201)

@@ -91,19 +91,18 @@ class CallerDependency:
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request."""
         identity = identity_of(request)
-        if identity.role != "admin":
-            if tenant is not None and tenant != identity.tenant:
-                raise no_such("tenant", tenant, param="tenant")
-            if self._scope is not None and self._scope not in identity.scopes:
-                raise ForbiddenError(f"The API key lacks the scope {self._scope}.")
-            weight = identity.tenant_weight
-            return Caller(
-                identity=identity,
-                tenant_id=identity.tenant_id,
-                tenant=identity.tenant,
-                weight=weight,
-            )
-        return await for_tenant(core_services_of(request), identity, tenant)
+        if identity.role == "admin":
+            return await for_tenant(core_services_of(request), identity, tenant)
+        if tenant not in (None, identity.tenant):
+            raise no_such("tenant", tenant or "", param="tenant")
+        if self._scope not in (None, *identity.scopes):
+            raise ForbiddenError(f"The API key lacks the scope {self._scope}.")
+        return Caller(
+            identity=identity,
+            tenant_id=identity.tenant_id,
+            tenant=identity.tenant,
+            weight=identity.tenant_weight,
+        )
 
 
 class ActingForTenant(CallerDependency):

@@ -20,7 +20,7 @@ from manylora.errors import (
     InvalidRequestError,
 )
 from manylora.registry.access.sessions import LINK_PREFIX
-from manylora.registry.records import SCOPES, Identity
+from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.browser import check_own_page, session_token
 from manylora.server.http.connection_room import TRUST
@@ -32,7 +32,7 @@ GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
 """A POST here takes a key or a link, never a session: a session that could begin another would never end."""
-LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
+LOCAL_ADMIN = Identity(role="admin")
 """Every caller, where authentication is off."""
 
 

@@ -155,11 +155,11 @@ class GenerationRun:
         is_open = self.body.token_limit is None
         limit = prompts.params.max_tokens
         count = self.body.num_candidates * len(prompts.prompts)
-        least = prompts.num_tokens + count
-        most = prompts.num_tokens + count * (min(limit, OPEN_TOKENS) if is_open else limit)
-        wanted = self.reservation.wanted(least, most, is_open=is_open)
-        await self.services.limits.accounts.secure(self.reservation.accounts, tokens=wanted)
-        self.reservation.reserve(least, most, is_open=is_open)
+        tokens = prompts.num_tokens + count * (min(limit, OPEN_TOKENS) if is_open else limit)
+        if is_open:
+            tokens = self.reservation.wanted(prompts.num_tokens + count, tokens)
+        await self.services.limits.accounts.secure(self.reservation.accounts, tokens=tokens)
+        self.reservation.reserve(tokens, is_open=is_open)
 
     def _set_up(self, prompts: Prompts, writer: WriterOfAnswer | None) -> None:
         services = self.services

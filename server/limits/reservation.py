@@ -6,19 +6,20 @@ The decision is a comparison of sums, so a refusal is cheap. If several limits r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
 from manylora.errors import ManyloraError, QuotaExceededError, RateLimitError
-from manylora.server.limits.accounts import LimitedAccount, TakenAt, Window
+from manylora.registry.limits import LimitKind
+from manylora.server.limits.accounts import LimitedAccount, LimitUse, TakenAt
 
 NEAR_TOKENS = 256
 """An answer without a bound that has at most these reserved tokens left will soon need more."""
-BUSY_S = 1.0
-"""Retry-After in seconds where a limit becomes free only when other requests end."""
-_Refusal = tuple[str, RateLimitError]
-"""Name of the limit that refuses, and the error."""
+_HEADERS: Mapping[str, LimitKind] = {
+    "requests": "requests_per_minute",
+    "tokens": "tokens_per_minute",
+}
 
 
 class LimitReservation:
@@ -33,11 +34,11 @@ class LimitReservation:
         self._monotonic: Callable[[], float] = lambda: 0.0
         self._on_refusal: Callable[[str], None] = lambda _: None
         self._request_marks: tuple[TakenAt, ...] | None = None
-        """For `Window.give_back` of each account; None where the request does not count."""
+        """For `give_back` of the requests of each account; None where the request does not count."""
         self._reserved: int | None = None
         self._is_open = False
         self._taken: dict[tuple[TakenAt, ...], int] = {}
-        """Reserved tokens by their marks for `Window.give_back` of each account, oldest first."""
+        """Reserved tokens by their marks for `give_back` of each account, oldest first."""
         self.admitted_s = 0.0
 
     def admit(
@@ -65,44 +66,45 @@ class LimitReservation:
         self._monotonic = monotonic
         self._on_refusal = on_refusal
         self.admitted_s = now_s = monotonic()
-        self._check(now_s, tokens, is_new=True)
-        if not is_counted:
-            return
-        self._request_marks = tuple(limited.account.requests.take(now_s, 1) for limited in accounts)
-        for limited in accounts:
-            limited.account.in_flight += 1
+        self._check(
+            now_s,
+            {
+                "requests_per_minute": 1,
+                "concurrent_requests": 1,
+                "tokens_per_minute": max(tokens, 1),
+                "tokens_per_month": tokens,
+            },
+        )
+        if is_counted:
+            self._request_marks = tuple(
+                use.take(now_s, 1) for use in self._uses("requests_per_minute")
+            )
+            for use in self._uses("concurrent_requests"):
+                use.take(now_s, 1)
 
-    def reserve(self, least: int, most: int, *, is_open: bool) -> None:
+    def reserve(self, tokens: int, *, is_open: bool) -> None:
         """Reserve tokens before they are used.
 
         Args:
-            least: Fewest tokens with which the request can run.
-            most: Most tokens that it can use.
-            is_open: True if the client set no bound: then at most what the limits allow is reserved, and `grow`
-                reserves more later.
+            tokens: All that the request can use, or `wanted` of an open one.
+            is_open: True if the client set no bound: then `grow` reserves more later.
 
         Raises:
             RateLimitError: There is no room now, or never; the request does not count any more.
         """
-        tokens = self.wanted(least, most, is_open=is_open)
         self._is_open = is_open
         now_s = self._monotonic()
         with self.refusing():
-            self._check(now_s, tokens, is_new=False)
-        self._reserved = 0
+            self._check(now_s, {"tokens_per_minute": tokens, "tokens_per_month": tokens})
         self._take(now_s, tokens)
 
-    def wanted(self, least: int, most: int, *, is_open: bool) -> int:
-        """Number of tokens that `reserve` takes."""
+    def wanted(self, least: int, most: int) -> int:
+        """Number of tokens that a request without a bound reserves: at most `most`, and what the limits allow."""
         limits = [limited.limits for limited in self.accounts]
         bounds = [
             bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)
         ]
-        return (
-            max(least, min([most, *(bound for bound in bounds if bound is not None)]))
-            if is_open
-            else most
-        )
+        return max(least, min([most, *(bound for bound in bounds if bound is not None)]))
 
     def check_minute(self) -> None:
         """Refuse to go on once the tokens of the minute are used up.
@@ -110,13 +112,8 @@ class LimitReservation:
         Raises:
             RateLimitError: They are; the request does not count any more.
         """
-        now_s = self._monotonic()
-        refusals = [
-            _of_window(limited, "tokens_per_minute", limited.account.tokens, 1, now_s)
-            for limited in self.accounts
-        ]
         with self.refusing():
-            self._raise_longest(refusals)
+            self._check(self._monotonic(), {"tokens_per_minute": 1})
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -124,15 +121,16 @@ class LimitReservation:
         try:
             yield
         except ManyloraError:
-            for limited, mark in zip(self.accounts, self._request_marks or (), strict=False):
-                limited.account.requests.give_back(mark, 1)
+            uses = self._uses("requests_per_minute")
+            for use, mark in zip(uses, self._request_marks or (), strict=False):
+                use.give_back(mark, 1)
             raise
 
     def spend(self, tokens: int) -> None:
         """Count tokens in the minute that were used already and are not billed."""
         now_s = self._monotonic()
-        for limited in self.accounts:
-            limited.account.tokens.take(now_s, tokens)
+        for use in self._uses("tokens_per_minute"):
+            use.take(now_s, tokens)
 
     def grow(self, tokens: int) -> bool:
         """Reserve more while the request runs.
@@ -149,11 +147,12 @@ class LimitReservation:
         if self._is_open and more > -NEAR_TOKENS:
             now_s = self._monotonic()
             for limited in self.accounts:
-                limited.account.foresee(limited.limits, now_s, max(0, more))
+                limited.account["tokens_per_minute"].foresee(limited.limits, now_s, max(0, more))
+                limited.account["tokens_per_month"].foresee(limited.limits, now_s, max(0, more))
         if more > 0:
             now_s = self._monotonic()
             try:
-                self._check(now_s, more, is_new=False)
+                self._check(now_s, {"tokens_per_minute": more, "tokens_per_month": more})
             except RateLimitError:
                 return False
             self._take(now_s, more)
@@ -172,132 +171,95 @@ class LimitReservation:
         if tokens > self._reserved:
             self._take(self._monotonic(), tokens - self._reserved)
         self._give_back(self._reserved - tokens)
-        for limited in self.accounts:
-            limited.account.settled(ledger_id, tokens, at)
+        for use in self._uses("tokens_per_month"):
+            use.settle(ledger_id, tokens, at)
 
     def end(self) -> None:
         """Give back what the request still holds; later calls do nothing."""
         if self._reserved is not None:
             self._give_back(self._reserved)
         if self._request_marks is not None:
-            for limited in self.accounts:
-                limited.account.in_flight -= 1
+            for use in self._uses("concurrent_requests"):
+                use.give_back(None, 1)
             self._request_marks = None
 
     def headers(self) -> dict[str, str]:
         """Headers `x-ratelimit-*` as OpenAI writes them, of the holder that has less left; none without a limit."""
         now_s = self._monotonic()
         headers = {}
-        for kind in ("requests", "tokens"):
-            left = []
-            for limited in self.accounts:
-                limit: int | None = getattr(limited.limits, f"{kind}_per_minute")
-                window: Window = getattr(limited.account, kind)
-                if limit is not None:
-                    left.append((max(0, limit - window.total(now_s)), limit, window))
+        for name, kind in _HEADERS.items():
+            left = [
+                (max(0, limit - limited.account[kind].total(now_s)), limit, limited.account[kind])
+                for limited in self.accounts
+                if (limit := limited.limit(kind)) is not None
+            ]
             if left:
-                remaining, limit, window = min(left, key=lambda entry: entry[:2])
-                headers[f"x-ratelimit-limit-{kind}"] = str(limit)
-                headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
-                headers[f"x-ratelimit-reset-{kind}"] = _duration(
-                    window.wait_s(now_s, window.total(now_s))
-                )
+                remaining, limit, use = min(left, key=lambda entry: entry[:2])
+                headers[f"x-ratelimit-limit-{name}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
+                reset_s = use.wait_s(now_s, use.total(now_s))
+                headers[f"x-ratelimit-reset-{name}"] = _duration(reset_s)
         return headers
 
+    def _uses(self, kind: LimitKind) -> list[LimitUse]:
+        return [limited.account[kind] for limited in self.accounts]
+
     def _take(self, now_s: float, tokens: int) -> None:
-        marks = tuple(limited.account.tokens.take(now_s, tokens) for limited in self.accounts)
-        for limited in self.accounts:
-            limited.account.reserved += tokens
+        marks = tuple(use.take(now_s, tokens) for use in self._uses("tokens_per_minute"))
+        for use in self._uses("tokens_per_month"):
+            use.take(now_s, tokens)
         self._taken[marks] = self._taken.get(marks, 0) + tokens
         self._reserved = (self._reserved or 0) + tokens
 
     def _give_back(self, tokens: int) -> None:
         """Give back this number of the reserved tokens, the latest first; nothing is reserved after that."""
-        for limited in self.accounts:
-            limited.account.reserved -= self._reserved or 0
+        for use in self._uses("tokens_per_month"):
+            use.give_back(None, self._reserved or 0)
         for marks, taken in reversed(self._taken.items()):
             part = min(tokens, taken)
             tokens -= part
-            for limited, mark in zip(self.accounts, marks, strict=True):
-                limited.account.tokens.give_back(mark, part)
+            for use, mark in zip(self._uses("tokens_per_minute"), marks, strict=True):
+                use.give_back(mark, part)
         self._reserved = None
 
-    def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
-        self._raise_longest(
-            [
-                each
-                for limited in self.accounts
-                for each in _refusals(limited, now_s, tokens, is_new)
-            ]
-        )
-
-    def _raise_longest(self, found: Sequence[_Refusal | None]) -> None:
-        refusals = [refusal for refusal in found if refusal is not None]
+    def _check(self, now_s: float, amounts: Mapping[LimitKind, int]) -> None:
+        """Return if there is room for these amounts; raises the error of the limit with the longest wait."""
+        refusals = [
+            (error.retry_after_s or math.inf, kind, error)
+            for limited in self.accounts
+            for kind, amount in amounts.items()
+            if amount and (error := _refusal(limited, kind, amount, now_s)) is not None
+        ]
         if refusals:
-            limit, error = max(refusals, key=lambda refusal: refusal[1].retry_after_s or math.inf)
-            self._on_refusal(limit)
+            _, kind, error = max(refusals, key=lambda refusal: refusal[0])
+            self._on_refusal(kind)
             raise error
 
 
-def _refusals(
-    limited: LimitedAccount, now_s: float, tokens: int, is_new: bool
-) -> list[_Refusal | None]:
-    limits = limited.limits
-    account = limited.account
-    found = list[_Refusal | None]()
-    if is_new:
-        found.append(_of_window(limited, "requests_per_minute", account.requests, 1, now_s))
-        if limits.concurrent_requests is not None and not account.has_slot(
-            now_s, limits.concurrent_requests
-        ):
-            wait_s = BUSY_S if limits.concurrent_requests else None
-            found.append(
-                _refusal(limited, "concurrent_requests", "That many are running already.", wait_s)
-            )
-    if tokens or is_new:
-        found.append(
-            _of_window(limited, "tokens_per_minute", account.tokens, max(tokens, 1), now_s)
-        )
-    if tokens:
-        found.append(_of_month(limited, tokens, now_s))
-    return found
-
-
-def _of_window(
-    limited: LimitedAccount, name: str, window: Window, amount: int, now_s: float
-) -> _Refusal | None:
-    limit: int | None = getattr(limited.limits, name)
-    if limit is None or window.has_room(now_s, amount, limit):
+def _refusal(
+    limited: LimitedAccount, kind: LimitKind, amount: int, now_s: float
+) -> RateLimitError | None:
+    """The error where an account has no room for an amount of one limit."""
+    limit = limited.limit(kind)
+    use = limited.account[kind]
+    if limit is None or use.has_room(now_s, amount, limit):
         return None
-    if amount > limit:
-        return _refusal(
-            limited, name, f"This request alone may take {amount}: it is always refused.", None
-        )
-    wait_s = window.wait_s(now_s, window.total(now_s) + amount - limit)
-    why = f"{window.total(now_s)} were used in the last minute, and this request may take {amount}."
-    return _refusal(limited, name, why, wait_s)
-
-
-def _of_month(limited: LimitedAccount, tokens: int, now_s: float) -> _Refusal | None:
-    limit = limited.limits.tokens_per_month
-    account = limited.account
-    if limit is None or account.has_month(now_s, tokens, limit):
-        return None
-    used, reserved = account.month_parts()
-    why = f"{used} are used and the request takes up to {tokens}."
-    if used + tokens <= limit:
-        why = f"{why} {reserved} are reserved by requests that run."
-        return _refusal(limited, "tokens_per_month", why, BUSY_S)
-    message = f"The {limited.holder}'s limit tokens_per_month is {limit}. {why} The count restarts next month (UTC)."
-    return "tokens_per_month", QuotaExceededError(message)
-
-
-def _refusal(limited: LimitedAccount, name: str, why: str, wait_s: float | None) -> _Refusal:
-    again = "" if wait_s is None else f" Try again in {math.ceil(wait_s)} s."
-    message = (
-        f"The {limited.holder}'s limit {name} is {getattr(limited.limits, name)}. {why}{again}"
-    )
-    return name, RateLimitError(message, retry_after_s=wait_s)
+    what = f"The {limited.holder}'s limit {kind} is {limit}."
+    total = use.total(now_s)
+    if kind == "tokens_per_month":
+        what = f"{what} {use.billed} are used and the request takes up to {amount}."
+        if use.billed + amount > limit:
+            return QuotaExceededError(f"{what} The count restarts next month (UTC).")
+        what = f"{what} {max(0, total - use.billed)} are reserved by requests that run."
+    elif amount > limit:
+        what = f"{what} This request alone may take {amount}: it is always refused."
+        return RateLimitError(what, retry_after_s=None)
+    elif kind == "concurrent_requests":
+        what = f"{what} That many are running already."
+    else:
+        what = f"{what} {total} were used in the last minute, and this request may take {amount}."
+    wait_s = use.wait_s(now_s, total + amount - limit)
+    return RateLimitError(f"{what} Try again in {math.ceil(wait_s)} s.", retry_after_s=wait_s)
 
 
 def _duration(seconds: float) -> str:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, cast
 from sqlalchemy.exc import SQLAlchemyError
 
 from manylora.errors import CapacityError
-from manylora.registry.access.limit_leases import LimitLeases
+from manylora.registry.access.limit_allocations import LimitAllocations
 from manylora.registry.cache import MAX_AGE_S, PATIENCE_S
 from manylora.registry.db.database import unavailable
-from manylora.registry.limits import Limits
+from manylora.registry.limits import LIMIT_KINDS
 from manylora.server.limits.accounts import Account, Accounts, LimitedAccount, ReadMonth
-from manylora.server.limits.limit_lease import TICK_S, DueLeases, LimitLease
+from manylora.server.limits.limit_allocation import TICK_S, DueAllocations, LimitAllocation
+from manylora.server.process.threads import cancel_all
 
 if TYPE_CHECKING:
     from manylora.registry.registry import Registry
@@ -40,86 +41,25 @@ ROUNDS = 3
 _logger = logging.getLogger(__name__)
 
 
-class SharedAccount(Account):
-    """Account of one tenant or key whose limits servers share: it has a lease of each.
-
-    Args:
-        due: Looks after the leases.
-        monotonic: Seconds that never jump.
-        holder_id: The tenant or key.
-    """
-
-    def __init__(self, due: DueLeases, monotonic: Callable[[], float], holder_id: str) -> None:
-        super().__init__()
-        self._due = due
-        self._monotonic = monotonic
-        self.requests: LimitLease = LimitLease(due, holder_id, "requests_per_minute")
-        self.tokens: LimitLease = LimitLease(due, holder_id, "tokens_per_minute")
-        self.slots = LimitLease(due, holder_id, "concurrent_requests", lambda: self.in_flight)
-        self.of_month = LimitLease(due, holder_id, "tokens_per_month", lambda: self.reserved)
-        self._leases = (self.requests, self.slots, self.tokens, self.of_month)
-
-    def follow(self, limits: Limits) -> tuple[LimitLease, ...]:
-        """Give the leases these limits, and return them: two of requests, two of tokens."""
-        for lease in self._leases:
-            lease.follow(limits)
-        return self._leases
-
-    def has_slot(self, now_s: float, limit: int) -> bool:
-        """Return true if one more request may run here."""
-        return self.in_flight < limit and self.slots.has(1, now_s)
-
-    def has_month(self, now_s: float, tokens: int, limit: int) -> bool:
-        """Return true if the process holds this number of the month's tokens."""
-        return self.of_month.has_room(now_s, tokens, limit)
-
-    def month_parts(self) -> tuple[int, int]:
-        """Tokens of the month that are used, and those that servers hold or have not recorded yet."""
-        billed = self.of_month.seen.billed if self.of_month.seen is not None else 0
-        return billed, max(0, self.of_month.total(0.0) - billed)
-
-    def settled(self, _ledger_id: str, tokens: int, _at: datetime) -> None:
-        """Count used tokens for this process until the database has them."""
-        if self.of_month.limit is not None:
-            self.of_month.amount -= tokens
-            self.of_month.unmoved.append((self._monotonic(), tokens))
-            self._due.add(self.of_month)
-
-    def foresee(self, limits: Limits, now_s: float, tokens: int) -> None:
-        """Fetch tokens before an answer without a bound needs them."""
-        for lease in self.follow(limits)[2:]:
-            if lease.limit is not None:
-                lease.grow(tokens, now_s)
-
-    def used(self, now_s: float) -> dict[str, int]:
-        """Amount that counts against each limit now, as far as it is known here."""
-        shared = (lease for lease in (self.slots, self.of_month) if lease.seen is not None)
-        return super().used(now_s) | {lease.kind: lease.total(now_s) for lease in shared}
-
-    def is_idle(self, now_s: float) -> bool:
-        """Return true if the account can be deleted: the database knows all that counts."""
-        return super().is_idle(now_s) and self._due.leases.keys().isdisjoint(self._leases)
-
-
 class SharedAccounts(Accounts):
     """Accounts whose limits are shared with other servers.
 
     Args:
-        leases: The shared state.
+        allocations: The shared state.
         usage: Says which tokens are in the database.
         monotonic: Seconds that never jump, as the ledger and the callers have them.
     """
 
     def __init__(
         self,
-        leases: LimitLeases,
+        allocations: LimitAllocations,
         usage: UsageLedger,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._monotonic = monotonic
-        self._leases = leases
-        self._due = DueLeases(usage)
+        self._allocations = allocations
+        self._due = DueAllocations(usage, monotonic)
         self._next: asyncio.Future[None] | None = None
         """The end of the next exchange; None while nobody waits for it."""
         self._paced_s = self._looked_s = self._retry_s = -math.inf
@@ -137,25 +77,28 @@ class SharedAccounts(Accounts):
         """
         amounts = (requests, requests, tokens, tokens)
         wants = [
-            (lease, amount)
+            (allocation, amount)
             for each in held
-            for lease, amount in zip(
-                cast(SharedAccount, each.account).follow(each.limits), amounts, strict=True
-            )
-            if amount and lease.limit is not None
+            for allocation, amount in zip(_allocations_of(each), amounts, strict=True)
+            if amount and allocation.limit is not None
         ]
         for _ in range(ROUNDS):
             now_s = self._monotonic()
-            short = [(lease, amount) for lease, amount in wants if not lease.has(amount, now_s)]
+            short = [
+                (allocation, amount)
+                for allocation, amount in wants
+                if not allocation.has(amount, now_s)
+            ]
             if not short:
-                for lease, amount in wants:
-                    lease.expect(amount, now_s)
+                for allocation, amount in wants:
+                    allocation.expect(amount, now_s)
                 return
-            if any(lease.is_hopeless(amount, now_s) for lease, amount in short):
+            if any(allocation.is_hopeless(amount, now_s) for allocation, amount in short):
                 return
-            for lease, amount in wants:
-                lease.needs.append(amount)  # also what is here: else it may be given back meanwhile
-            await self._exchanged([lease for lease, _ in wants])
+            # Also what is here: else it may be given back meanwhile.
+            for allocation, amount in wants:
+                allocation.needs.append(amount)
+            await self._exchanged([allocation for allocation, _ in wants])
 
     async def read_months(
         self,
@@ -166,47 +109,52 @@ class SharedAccounts(Accounts):
         with_month: bool,
     ) -> bool:
         """Find out how the limits stand, if the caller wants to show it; decisions need no sum of the month."""
-        accounts = {cast(SharedAccount, each.account): each.limits for each in held if with_month}
-        leases = [lease for account, limits in accounts.items() for lease in account.follow(limits)]
-        for lease in leases:
-            if lease.limit is not None or lease.kind == "tokens_per_month":
-                lease.needs.append(0)
-        if leases:
-            await self._exchanged(leases)
+        allocations = [
+            allocation for each in held if with_month for allocation in _allocations_of(each)
+        ]
+        for allocation in allocations:
+            if allocation.limit is not None or allocation.kind == "tokens_per_month":
+                allocation.needs.append(0)
+        if allocations:
+            await self._exchanged(allocations)
         return False
 
     def next_at(self) -> float | None:
         """Time of the next `tick`; None while there is nothing to do."""
         if self._due.is_urgent:
             return max(self._paced_s, self._retry_s)
-        if not self._due.leases:
+        if not self._due.allocations:
             return None
         return max(self._paced_s, self._looked_s + TICK_S, self._retry_s)
 
     async def tick(self) -> None:
         """Exchange the requests that are due with the database, if there are any."""
         now_s = self._looked_s = self._monotonic()
-        leases = self._due.leases
+        allocations = self._due.allocations
         self._due.is_urgent = False
         due = [
-            (lease, request) for lease in leases if (request := lease.request(now_s)) is not None
+            (allocation, request)
+            for allocation in allocations
+            if (request := allocation.request(now_s)) is not None
         ]
         if not due:
-            for lease in [lease for lease in leases if lease.is_empty(now_s)]:
-                del leases[lease]
+            for allocation in [
+                allocation for allocation in allocations if allocation.is_empty(now_s)
+            ]:
+                del allocations[allocation]
             return
         self._paced_s = max(self._paced_s, now_s - (AT_ONCE - 1) * TICK_S) + TICK_S
         done, self._next = self._next, None
         try:
-            answers = await self._leases.exchange(
+            answers = await self._allocations.exchange(
                 [request for _, request in due], int(max(0.0, now_s - self._blind_s) * 1e6)
             )
         except (CapacityError, SQLAlchemyError) as error:
             _logger.warning("limits: the database cannot be asked: %s", error)
             self._retry_s = self._monotonic() + MAX_AGE_S
             self._blind_s = min(self._blind_s, self._good_s)
-            for lease, request in due:
-                lease.take_failure(request, is_in_doubt=self._leases.is_in_doubt)
+            for allocation, request in due:
+                allocation.take_failure(request, is_in_doubt=self._allocations.is_in_doubt)
             if done is not None:
                 done.set_exception(unavailable())
                 done.exception()  # else asyncio logs an error that nobody waited for
@@ -214,17 +162,17 @@ class SharedAccounts(Accounts):
         self._good_s = now_s
         if now_s > self._retry_s + SETTLE_S:
             self._blind_s = math.inf
-        for (lease, request), answer in zip(due, answers, strict=True):
-            lease.take_answer(now_s, request, answer)
+        for (allocation, request), answer in zip(due, answers, strict=True):
+            allocation.take_answer(now_s, request, answer)
         if done is not None:
             done.set_result(None)
 
-    async def _exchanged(self, leases: Sequence[LimitLease]) -> None:
-        """Wait for the next exchange, which these leases need."""
+    async def _exchanged(self, allocations: Sequence[LimitAllocation]) -> None:
+        """Wait for the next exchange, which these allocations need."""
         if self._monotonic() < self._retry_s:
             raise unavailable()
-        for lease in leases:
-            self._due.add(lease)
+        for allocation in allocations:
+            self._due.add(allocation)
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         self._due.hurry()
@@ -248,7 +196,15 @@ class SharedAccounts(Accounts):
                     await self._due.changed.wait()
 
     def _new(self, holder_id: str) -> Account:
-        return SharedAccount(self._due, self._monotonic, holder_id)
+        return {kind: LimitAllocation(self._due, holder_id, kind) for kind in LIMIT_KINDS}
+
+
+def _allocations_of(limited: LimitedAccount) -> list[LimitAllocation]:
+    """The allocations of an account, by the limits that count now: two of requests, two of tokens."""
+    allocations = cast("list[LimitAllocation]", list(limited.account.values()))
+    for allocation in allocations:
+        allocation.follow(limited.limits)
+    return allocations
 
 
 async def open_shared_accounts(
@@ -259,20 +215,18 @@ async def open_shared_accounts(
     Raises:
         CapacityError: The database cannot answer; code db.unavailable.
     """
-    leases = LimitLeases(registry.database, server_name)
-    await leases.forget(
+    allocations = LimitAllocations(registry.database, server_name)
+    await allocations.forget(
         is_billed=False
     )  # of this server's run before: requests that died with it are billed later
-    accounts = SharedAccounts(leases, registry.usage)
-    running = asyncio.create_task(accounts.run(), name="manylora-limit-leases")
+    accounts = SharedAccounts(allocations, registry.usage)
+    running = asyncio.create_task(accounts.run(), name="manylora-limit-allocations")
 
     async def close() -> None:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        with contextlib.suppress(CapacityError):  # else others wait until the leases end
+        await cancel_all([running])
+        with contextlib.suppress(CapacityError):  # else others wait until the allocations end
             await registry.usage.flush()
-            await leases.forget(is_billed=True)
+            await allocations.forget(is_billed=True)
 
     stack.push_async_callback(close)
     return accounts

@@ -114,13 +114,15 @@ async def revoke_key(key_id: str, services: Wired, _: Admin) -> None:
 @router.get("/v1/me")
 async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
     """Show the key's tenant, its limits and how much of them is used now."""
-    limits: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
-    used: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
-    for limited in await accounts_of(services, caller, with_month=True):
-        limits[limited.holder] = {
-            name: value for name, value in asdict(limited.limits).items() if value is not None
+    accounts = await accounts_of(services, caller, with_month=True)
+    now_s = services.clock.monotonic()
+    limits = {
+        each.holder: {
+            name: value for name, value in asdict(each.limits).items() if value is not None
         }
-        used[limited.holder] = limited.account.used(services.clock.monotonic())
+        for each in accounts
+    }
+    used = {each.holder: each.used(now_s) for each in accounts}
     if caller.tenant_id is not None:
         pages = await services.versions.pins.pinned_pages(caller.tenant_id)
         used["tenant"] |= {
@@ -137,8 +139,8 @@ async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
         role=caller.identity.role,
         tenant=tenant,
         key=key,
-        limits=HeldView(**limits),
-        used=HeldView(**used),
+        limits=HeldView(tenant=limits.get("tenant", {}), key=limits.get("key", {})),
+        used=HeldView(tenant=used.get("tenant", {}), key=used.get("key", {})),
     )
 
 

@@ -75,32 +75,14 @@ def read_prices(path: Path) -> PriceTable:
         raise _wrong(
             f"batch {file.batch} times a price has more than ten decimal places for a token: round one"
         )
-    default = prices.pop("default")
-    base = prices.pop("base", None)
-    tenants: dict[str, Price] = {}
-    adapters: dict[tuple[str, str], Price] = {}
-    for name, price in prices.items():
-        tenant, slash, adapter = name.partition("/")
-        if (
-            not slash
-            or not is_name(tenant)
-            or (adapter != "*" and not all(map(is_name, adapter.split("/", 1))))
-        ):
+    for name in prices:
+        tenant, _, adapter = name.partition("/")
+        is_named = adapter == "*" or all(map(is_name, adapter.split("/", 1)))
+        if name not in ("default", "base") and not (is_name(tenant) and is_named):
             raise _wrong(
                 f"{name!r} must be default, base, TENANT/*, TENANT/ADAPTER or, granted, TENANT/OWNER/ADAPTER"
             )
-        if adapter == "*":
-            tenants[tenant] = price
-        else:
-            adapters[tenant, adapter] = price
-    return PriceTable(
-        currency=file.currency,
-        default=default,
-        base=base,
-        tenants=tenants,
-        adapters=adapters,
-        batch=file.batch,
-    )
+    return PriceTable(currency=file.currency, prices=prices, batch=file.batch)
 
 
 def _wrong(what: str) -> ConfigError:

@@ -24,12 +24,11 @@ from manylora.server.http.bodies import iso
 from manylora.server.http.openapi import TEXT, sends
 from manylora.server.services import Services, Wired
 from manylora.server.usage import schemas
-from manylora.server.usage.span import SpanParams, group_fields, several, usage_scope
+from manylora.server.usage.span import SpanParams, row_fields, several, usage_scope
 
 router = APIRouter(tags=["usage"])
-_WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
-_BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
-"""Default and largest number of buckets per page, as OpenAI has them."""
+_BUCKETS = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86400, 7, 31)}
+"""Seconds of a bucket, and default and largest number of buckets per page, as OpenAI has them."""
 _OPENAI_GROUPS: dict[str, records.GroupBy] = {
     "project_id": "tenant",
     "model": "adapter",
@@ -107,14 +106,9 @@ async def get_usage(
     if params.format == "csv":
         empty = records.UsageRow(start=query.start, end=query.end)
         return _csv_response(list(_row_fields(query, empty, currency)), rows, next_page=report.next)
-    extra = {"groups": report.groups, "currency": currency}
-    return {
-        "object": "list",
-        "data": rows,
-        "next": report.next,
-        "totals": _sums(report.totals, currency),
-        **{name: value for name, value in extra.items() if value is not None},
-    }
+    answer = {"data": rows, "next": report.next, "totals": _sums(report.totals, currency)}
+    extra = {"object": "list", "groups": report.groups, "currency": currency}
+    return answer | {name: value for name, value in extra.items() if value is not None}
 
 
 @router.get("/v1/usage/events", response_model=schemas.UsageEventList, responses=_CSV)
@@ -138,8 +132,15 @@ async def get_organization_usage(
     services: Wired, caller: UsageCaller, params: Annotated[OrganizationUsageParams, Query()]
 ) -> schemas.OrganizationUsagePage:
     """Usage in OpenAI's shape: the project is the tenant, the model the adapter."""
-    first, last, end = _span(params, int(services.clock.now().timestamp()) + 1)
-    width = _WIDTH_S[params.bucket_width]
+    width, default, most = _BUCKETS[params.bucket_width]
+    start = int(params.page.removeprefix("page_")) if params.page else params.start_time
+    first = start // width * width
+    end = params.end_time
+    if end is None:
+        end = int(services.clock.now().timestamp()) + 1
+    if first >= end:
+        raise InvalidRequestError("end_time must be after start_time.", param="end_time")
+    last = min(end, first + width * min(params.limit or default, most))
     query = records.UsageQuery(
         start=datetime.fromtimestamp(first, UTC),
         end=datetime.fromtimestamp(last, UTC),
@@ -163,32 +164,11 @@ async def get_organization_usage(
     return schemas.OrganizationUsagePage(data=buckets, has_more=last < end, next_page=next_page)
 
 
-def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
-    """First second, end of this page, end of the whole range."""
-    width = _WIDTH_S[params.bucket_width]
-    default, most = _BUCKET_LIMITS[params.bucket_width]
-    first = (
-        (int(params.page.removeprefix("page_")) if params.page else params.start_time)
-        // width
-        * width
-    )
-    end = params.end_time if params.end_time is not None else now
-    if first >= end:
-        raise InvalidRequestError("end_time must be after start_time.", param="end_time")
-    return first, min(end, first + width * min(params.limit or default, most)), end
-
-
 def _row_fields(
     query: records.UsageQuery, row: records.UsageRow, currency: str | None
 ) -> dict[str, object]:
     other = {} if query.top is None else {"other": row.other}
-    return {
-        "start": iso(row.start),
-        "end": iso(row.end),
-        **group_fields(query, row),
-        **other,
-        **_sums(row, currency),
-    }
+    return row_fields(query, row) | other | _sums(row, currency)
 
 
 def _sums(sums: records.UsageTotals, currency: str | None) -> dict[str, object]:
@@ -224,8 +204,8 @@ def _result(
         output_tokens=row.completion_tokens,
         input_cached_tokens=row.cached_tokens,
         num_model_requests=row.requests,
-        project_id=row.tenant if "tenant" in query.group_by else None,
-        api_key_id=row.key_id if "key" in query.group_by else None,
+        project_id=row.tenant,
+        api_key_id=row.key_id,
         model=(row.adapter or services.served_name) if "adapter" in query.group_by else None,
         batch=row.service_class == "batch" if "service_class" in query.group_by else None,
     )
@@ -245,7 +225,7 @@ class LatencyParams(SpanParams):
 )
 async def get_latency(
     services: Wired, caller: UsageCaller, params: Annotated[LatencyParams, Query()]
-) -> schemas.LatencyList:
+) -> dict[str, object]:
     """Percentiles of the time to the first token, and where adapters were when their requests arrived.
 
     Times are counted per hour in bins of a factor of 1.122, so a percentile is off by at most that factor.
@@ -254,19 +234,10 @@ async def get_latency(
     query = params.query(caller, services.clock.now())
     await services.registry.usage.flush()
     report = await services.registry.usage.latency(query)
-    return schemas.LatencyList(
-        object="list",
-        start=iso(report.start),
-        end=iso(report.end),
-        data=[_row_view(query, row) for row in report.rows],
-        next=None,
-        totals=schemas.LatencyFiguresView.model_validate(report.totals),
-    )
-
-
-def _row_view(query: records.UsageQuery, row: records.LatencyRow) -> schemas.LatencyRowView:
-    figures = {name: getattr(row, name) for name in schemas.LatencyFiguresView.model_fields}
-    groups = group_fields(query, row)
-    return schemas.LatencyRowView.model_validate(
-        {"start": iso(row.start), "end": iso(row.end), **groups, **figures}
-    )
+    figures = schemas.LatencyFiguresView.model_fields
+    rows = [
+        row_fields(query, row) | {name: getattr(row, name) for name in figures}
+        for row in report.rows
+    ]
+    span = {"start": iso(report.start), "end": iso(report.end)}
+    return {"object": "list", **span, "data": rows, "next": None, "totals": report.totals}

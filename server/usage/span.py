@@ -11,9 +11,10 @@ from zoneinfo import ZoneInfo
 from pydantic import BaseModel, ConfigDict, Field
 
 from manylora.errors import InvalidRequestError
-from manylora.registry.records import UTC_ZONE, GroupBy, LatencyRow, UsageQuery, UsageRow
+from manylora.registry.records import UTC_ZONE, GroupBy, UsageGroup, UsageQuery
 from manylora.registry.usage.query import MAX_WANTED
 from manylora.server.auth.callers import Caller
+from manylora.server.http.bodies import iso
 
 DEFAULT_SPAN = timedelta(days=30)
 EARLIEST = datetime.min.replace(tzinfo=UTC)
@@ -75,14 +76,15 @@ def usage_scope(caller: Caller, tenant: str | None) -> str | None:
     return None if caller.is_admin and tenant is None else caller.tenant_id
 
 
-def group_fields(query: UsageQuery, row: UsageRow | LatencyRow) -> dict[str, object]:
-    """The group of a row, by the API's names. A version comes with its adapter."""
+def row_fields(query: UsageQuery, row: UsageGroup) -> dict[str, object]:
+    """Span and group of a row, by the API's names. A version comes with its adapter."""
     shown = {*query.group_by, *(("adapter",) if "version" in query.group_by else ())}
-    return {
+    groups: dict[str, object] = {
         group: getattr(row, "key_id" if group == "key" else group)
         for group in GROUPS
         if group in shown
     }
+    return {"start": iso(row.start), "end": iso(row.end), **groups}
 
 
 def _moment(text: str, param: str, zone: ZoneInfo) -> datetime:

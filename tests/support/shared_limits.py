@@ -16,7 +16,7 @@ from typing import Any, cast
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.errors import CapacityError, RateLimitError
-from manylora.registry.access.limit_leases import LeaseRequest, LimitLeases
+from manylora.registry.access.limit_allocations import AllocationRequest, LimitAllocations
 from manylora.registry.db.clock import from_micros, to_micros
 from manylora.registry.db.database import Database
 from manylora.registry.limits import Limits
@@ -55,13 +55,13 @@ class FakeLedger:
             self._events = [entry for entry in self._events if entry not in old]
 
 
-class CountedLeases(LimitLeases):
+class CountedAllocations(LimitAllocations):
     """Counts transactions, and fails while the database is away."""
 
     is_away = False
     num_exchanges = 0
 
-    async def exchange(self, requests: Sequence[LeaseRequest], grace_us: int = 0) -> list[Any]:
+    async def exchange(self, requests: Sequence[AllocationRequest], grace_us: int = 0) -> list[Any]:
         if self.is_away:
             self.is_in_doubt = False
             raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
@@ -74,7 +74,7 @@ class Server:
     """One process."""
 
     accounts: SharedAccounts
-    leases: CountedLeases
+    allocations: CountedAllocations
     ledger: FakeLedger
     is_dead: bool = False
     running: list[tuple[float, Request]] = field(default_factory=list)
@@ -120,10 +120,10 @@ class World:
 
     def _server(self, index: int) -> Server:
         ledger = FakeLedger(self)
-        leases = CountedLeases(self.database, f"srv_{index}", self._clock)
+        allocations = CountedAllocations(self.database, f"srv_{index}", self._clock)
         # No two processes have the same monotonic clock.
-        accounts = SharedAccounts(leases, cast(UsageLedger, ledger), lambda: self.now_s)
-        return Server(accounts, leases, ledger)
+        accounts = SharedAccounts(allocations, cast(UsageLedger, ledger), lambda: self.now_s)
+        return Server(accounts, allocations, ledger)
 
     def shares(self, server: Server, limits: Limits) -> list[LimitedAccount]:
         return [LimitedAccount("tenant", HOLDER, server.accounts.of(HOLDER, self.now_s), limits)]
@@ -139,7 +139,7 @@ class World:
             reservation.admit(shares, lambda: self.now_s, lambda _: None, min(tokens, 1))
             if tokens:
                 await server.accounts.secure(shares, tokens=tokens)
-                reservation.reserve(tokens, tokens, is_open=False)
+                reservation.reserve(tokens, is_open=False)
         except (RateLimitError, CapacityError) as error:
             reservation.end()
             server.refusals.append(error)

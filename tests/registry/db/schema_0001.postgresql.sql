@@ -1,6 +1,6 @@
 CREATE TABLE audit_log (id BIGSERIAL NOT NULL, at BIGINT NOT NULL, actor VARCHAR(64) NOT NULL, action VARCHAR(64) NOT NULL, tenant VARCHAR(63) NOT NULL, target VARCHAR(255) NOT NULL, detail JSON NOT NULL, CONSTRAINT pk_audit_log PRIMARY KEY (id));
+CREATE TABLE limit_allocations (holder_id VARCHAR(64) NOT NULL, kind VARCHAR(32) NOT NULL, owner VARCHAR(64) NOT NULL, amount BIGINT NOT NULL, until BIGINT NOT NULL, CONSTRAINT pk_limit_allocations PRIMARY KEY (holder_id, kind, owner));
 CREATE TABLE limit_buckets (holder_id VARCHAR(64) NOT NULL, kind VARCHAR(32) NOT NULL, used FLOAT NOT NULL, at BIGINT NOT NULL, returned FLOAT NOT NULL, CONSTRAINT pk_limit_buckets PRIMARY KEY (holder_id, kind));
-CREATE TABLE limit_leases (holder_id VARCHAR(64) NOT NULL, kind VARCHAR(32) NOT NULL, owner VARCHAR(64) NOT NULL, amount BIGINT NOT NULL, until BIGINT NOT NULL, CONSTRAINT pk_limit_leases PRIMARY KEY (holder_id, kind, owner));
 CREATE TABLE servers (name VARCHAR(64) COLLATE "C" NOT NULL, role VARCHAR(16) NOT NULL, boot_id VARCHAR(64) NOT NULL, url VARCHAR(255) NOT NULL, state VARCHAR(16) NOT NULL, model VARCHAR(255) NOT NULL, base VARCHAR(80) NOT NULL, version VARCHAR(64) NOT NULL, seen_at BIGINT NOT NULL, CONSTRAINT pk_servers PRIMARY KEY (name));
 CREATE INDEX ix_servers_seen_at ON servers (seen_at);
 CREATE TABLE sessions (digest VARCHAR(64) NOT NULL, kind VARCHAR(16) NOT NULL, key_prefix VARCHAR(32) NOT NULL, key_digest VARCHAR(64) NOT NULL, expires_at BIGINT NOT NULL, CONSTRAINT pk_sessions PRIMARY KEY (digest));

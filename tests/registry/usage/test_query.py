@@ -37,10 +37,12 @@ pytestmark = pytest.mark.anyio
 DAY = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 PRICES = PriceTable(
     currency="EUR",
-    default=Price(prompt=10**6 + 7, cached=3, completion=99_999),
-    base=Price(prompt=1, cached=0, completion=1),
-    tenants={"b": Price(prompt=5, cached=5, completion=10**9)},
-    adapters={("b", "y"): Price(prompt=100, cached=100, completion=100)},
+    prices={
+        "default": Price(prompt=10**6 + 7, cached=3, completion=99_999),
+        "base": Price(prompt=1, cached=0, completion=1),
+        "b/*": Price(prompt=5, cached=5, completion=10**9),
+        "b/y": Price(prompt=100, cached=100, completion=100),
+    },
     batch=Decimal(3),
 )
 NOTHING = (0,) * 5
@@ -62,13 +64,13 @@ async def _query(
 
 
 def _cost(event: UsageEvent, prices: PriceTable) -> int:
-    closest = (
-        prices.adapters.get((event.tenant or "", event.adapter or "")),
-        prices.tenants.get(event.tenant or ""),
-        prices.base if event.adapter is None else None,
-        prices.default,
+    names = (
+        f"{event.tenant}/{event.adapter}",
+        f"{event.tenant}/*",
+        "base" if event.adapter is None else "",
+        "default",
     )
-    price = next(each for each in closest if each is not None)
+    price = next(prices.prices[name] for name in names if name in prices.prices)
     computed = event.prompt_tokens - event.cached_tokens
     cost = (
         computed * price.prompt
@@ -332,7 +334,8 @@ async def test_a_large_bill_in_a_small_currency_is_exact(database: Database) -> 
     tokens = {"prompt_tokens": usage.MAX_TOKENS, "cached_tokens": 0, "completion_tokens": 1}
     await _insert(database, *(usage_event(f"use_{number}", **tokens) for number in range(3)))
     dear = PriceTable(
-        currency="VND", default=Price(prompt=10**10, cached=0, completion=123_456_789)
+        currency="VND",
+        prices={"default": Price(prompt=10**10, cached=0, completion=123_456_789)},
     )
     report = await _query(database, dear)
     assert report.totals.cost == 3 * (usage.MAX_TOKENS * 10**10 + 123_456_789)

@@ -23,7 +23,9 @@ from quarter_of_usage import END, START, quarter
 from registry_samples import insert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-PRICES = PriceTable(currency="EUR", default=Price(prompt=2000, cached=500, completion=6000))
+PRICES = PriceTable(
+    currency="EUR", prices={"default": Price(prompt=2000, cached=500, completion=6000)}
+)
 WHOLE = UsageQuery(start=START, end=END)
 HOUR = timedelta(hours=1)
 NEW_YORK = ZoneInfo("America/New_York")

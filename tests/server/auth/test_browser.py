@@ -33,7 +33,7 @@ async def browser(api: Api) -> httpx.AsyncClient:
 
 async def test_a_key_begins_a_session_that_is_worth_as_much(api: Api) -> None:
     header = await begun(api)
-    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(header.split("; "))
+    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(header.split("; "))
     assert "Secure" not in header
     client = await browser(api)
     assert (await client.get("/v1/me")).json()["role"] == "admin"

@@ -230,11 +230,12 @@ class Books:
     def check_limits(self, now_s: float) -> None:
         """All that was billed counts, in the minute and in the month, and nothing else; nothing is held any more."""
         for account in self.accounts:
+            month = account["tokens_per_month"]
             counts = (
-                account.month_tokens,
-                account.tokens.total(now_s),
-                account.reserved,
-                account.in_flight,
+                month.billed,
+                account["tokens_per_minute"].total(now_s),
+                month.in_use,
+                account["concurrent_requests"].in_use,
             )
             assert counts == (self.billed, self.billed, 0, 0)
 

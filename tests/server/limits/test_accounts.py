@@ -18,7 +18,14 @@ from manylora.registry.db.clock import month_after, month_of
 from manylora.registry.limits import UNLIMITED, Limits
 from manylora.server.errors import error_response
 from manylora.server.limits import accounts as accounts_module
-from manylora.server.limits.accounts import Account, Accounts, LimitedAccount, Window
+from manylora.server.limits.accounts import (
+    Account,
+    Accounts,
+    LimitedAccount,
+    MonthUse,
+    Window,
+    own_account,
+)
 from manylora.server.limits.reservation import LimitReservation
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
@@ -32,21 +39,27 @@ class Desk:
     tenant: Limits = UNLIMITED
     key: Limits = UNLIMITED
     now_s: float = 1000.0
-    accounts: tuple[Account, Account] = field(default_factory=lambda: (Account(), Account()))
+    accounts: tuple[Account, Account] = field(
+        default_factory=lambda: (own_account(), own_account())
+    )
     refused: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for account in self.accounts:
-            account.month = MAY
+            use = account["tokens_per_month"]
+            assert isinstance(use, MonthUse)
+            use.month = MAY
 
-    def admit(self, least: int = 0, lease: LimitReservation | None = None) -> LimitReservation:
-        lease = lease or LimitReservation()
+    def admit(
+        self, least: int = 0, reservation: LimitReservation | None = None
+    ) -> LimitReservation:
+        reservation = reservation or LimitReservation()
         shares = [
             LimitedAccount("tenant", "ten_1", self.accounts[0], self.tenant),
             LimitedAccount("key", "key_1", self.accounts[1], self.key),
         ]
-        lease.admit(shares, lambda: self.now_s, self.refused.append, least)
-        return lease
+        reservation.admit(shares, lambda: self.now_s, self.refused.append, least)
+        return reservation
 
 
 def test_a_window_counts_for_sixty_to_sixty_one_seconds() -> None:
@@ -67,9 +80,9 @@ def retry_headers(error: RateLimitError) -> dict[str, str]:
 def test_the_month_is_used_up_for_good_but_not_what_running_requests_reserve() -> None:
     desk = Desk(tenant=Limits(tokens_per_month=100))
     past, running = desk.admit(), desk.admit()
-    past.reserve(60, 60, is_open=False)
+    past.reserve(60, is_open=False)
     past.settle("use_1", 50, NOON)
-    running.reserve(40, 40, is_open=False)
+    running.reserve(40, is_open=False)
     with pytest.raises(RateLimitError, match="40 are reserved") as busy:
         desk.admit(least=11)
     assert (busy.value.code, error_response(busy.value).headers["retry-after"]) == (
@@ -98,20 +111,23 @@ def test_a_limit_of_nothing_lets_nothing_pass_and_says_not_to_retry(limits: dict
 
 def test_an_answer_without_a_bound_reserves_no_more_than_the_limits_allow() -> None:
     desk = Desk(tenant=Limits(tokens_per_minute=100), key=Limits(tokens_per_month=80))
-    desk.admit().reserve(11, 1034, is_open=True)
-    assert desk.accounts[0].reserved == 80
+    reservation = desk.admit()
+    assert reservation.wanted(11, 1034) == 80
+    assert reservation.wanted(90, 1034) == 90
+    reservation.reserve(80, is_open=True)
+    assert desk.accounts[0]["tokens_per_month"].in_use == 80
 
 
 def test_of_a_reservation_that_grew_the_first_part_is_used_first() -> None:
     desk = Desk()
-    lease = desk.admit()
-    lease.reserve(11, 40, is_open=True)
+    reservation = desk.admit()
+    reservation.reserve(40, is_open=True)
     desk.now_s += 30
-    assert lease.grow(70)
-    lease.settle("use_1", 60, NOON)
-    lease.end()
+    assert reservation.grow(70)
+    reservation.settle("use_1", 60, NOON)
+    reservation.end()
     desk.now_s += 31
-    assert desk.accounts[0].used(desk.now_s)["tokens_per_minute"] == 20
+    assert desk.accounts[0]["tokens_per_minute"].total(desk.now_s) == 20
 
 
 def test_headers_are_there_only_where_something_limits() -> None:
@@ -124,12 +140,12 @@ def test_headers_are_there_only_where_something_limits() -> None:
         "x-ratelimit-reset-requests": "1m1s",
     }
     desk.now_s += 59
-    lease = desk.admit()
+    reservation = desk.admit()
     desk.now_s += 60.74
-    assert lease.headers()["x-ratelimit-reset-requests"] == "10ms"
-    assert lease.headers()["x-ratelimit-remaining-requests"] == "6"
+    assert reservation.headers()["x-ratelimit-reset-requests"] == "10ms"
+    assert reservation.headers()["x-ratelimit-remaining-requests"] == "6"
     desk.now_s += 1
-    assert lease.headers()["x-ratelimit-reset-requests"] == "0ms"
+    assert reservation.headers()["x-ratelimit-reset-requests"] == "0ms"
 
 
 @pytest.mark.parametrize(
@@ -153,12 +169,12 @@ def test_accounts_of_those_who_left_are_forgotten_and_no_others(
     monkeypatch.setattr(accounts_module, "MAX_ACCOUNTS", 10)
     accounts = Accounts()
     kept = accounts.of("key_kept", 0.0)
-    kept.in_flight = 1
+    kept["concurrent_requests"].take(0.0, 1)
     for index in range(1000):
-        accounts.of(f"key_{index}", float(index)).requests.take(index, 1)
+        accounts.of(f"key_{index}", float(index))["requests_per_minute"].take(index, 1)
     assert accounts.of("key_kept", 1000.0) is kept
     assert len(accounts._accounts) < 250
-    assert accounts.of("key_999", 1000.0).requests.total(1000.0) == 1
+    assert accounts.of("key_999", 1000.0)["requests_per_minute"].total(1000.0) == 1
 
 
 COUNTS = st.none() | st.integers(0, 6)
@@ -197,7 +213,8 @@ class LimitsMachine(RuleBasedStateMachine):
                 count for moment, count in taken if math.floor(moment) >= oldest
             ),
             "concurrent_requests": len(self.running),
-            "tokens_per_month": self.billed + sum(self.reserved[lease] for lease in self.running),
+            "tokens_per_month": self.billed
+            + sum(self.reserved[reservation] for reservation in self.running),
         }
 
     def full(self, tokens: int, *, is_new: bool) -> set[str]:
@@ -243,61 +260,65 @@ class LimitsMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 120), is_open=st.booleans())
     def ask(self, tokens: int, is_open: bool) -> None:
-        lease = LimitReservation()
-        if not self.is_admitted(lambda: self.desk.admit(1, lease), 1, is_new=True):
+        reservation = LimitReservation()
+        if not self.is_admitted(lambda: self.desk.admit(1, reservation), 1, is_new=True):
             return
         names = ("tokens_per_minute", "tokens_per_month") if is_open else ()
         bounds = [getattr(limits, name) for limits in self.limits.values() for name in names]
+        most = tokens
         tokens = max(1, min([tokens, *(bound for bound in bounds if bound is not None)]))
+        if is_open:
+            assert reservation.wanted(1, most) == tokens
         if not self.is_admitted(
-            lambda: lease.reserve(1, tokens, is_open=is_open), tokens, is_new=False
+            lambda: reservation.reserve(tokens, is_open=is_open), tokens, is_new=False
         ):
-            lease.end()
+            reservation.end()
             return
-        self.running.append(lease)
-        self.reserved[lease] = tokens
+        self.running.append(reservation)
+        self.reserved[reservation] = tokens
         self.admitted.append(self.desk.now_s)
-        self.taken[lease] = [(self.desk.now_s, tokens)]
+        self.taken[reservation] = [(self.desk.now_s, tokens)]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), more=st.integers(0, 60))
     def grow(self, data: Any, more: int) -> None:
-        lease = data.draw(st.sampled_from(self.running))
+        reservation = data.draw(st.sampled_from(self.running))
         full = self.full(more, is_new=False) if more else set()
-        assert lease.grow(self.reserved[lease] + more) == (not full)
+        assert reservation.grow(self.reserved[reservation] + more) == (not full)
         if not full:
-            self.reserved[lease] += more
-            self.taken[lease].append((self.desk.now_s, more))
+            self.reserved[reservation] += more
+            self.taken[reservation].append((self.desk.now_s, more))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def settle(self, data: Any) -> None:
-        lease = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        used = data.draw(st.integers(0, self.reserved[lease]))
+        reservation = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        used = data.draw(st.integers(0, self.reserved[reservation]))
         self.ends += 1
         for _ in range(2):
-            lease.settle(f"use_{self.ends}", used, NOON)
+            reservation.settle(f"use_{self.ends}", used, NOON)
         left = used
-        for place, (moment, reserved) in enumerate(self.taken[lease]):
-            self.taken[lease][place] = (moment, min(left, reserved))
+        for place, (moment, reserved) in enumerate(self.taken[reservation]):
+            self.taken[reservation][place] = (moment, min(left, reserved))
             left -= min(left, reserved)
         self.billed += used
         for _ in range(2):
-            lease.end()
-        assert not lease.grow(used + 1)
+            reservation.end()
+        assert not reservation.grow(used + 1)
 
     @precondition(lambda self: self.running)
     @rule()
     def fail(self) -> None:
-        lease = self.running.pop()
-        lease.end()
-        self.taken[lease] = []
+        reservation = self.running.pop()
+        reservation.end()
+        self.taken[reservation] = []
 
     @invariant()
     def exactly_what_was_taken_counts_and_never_more_than_the_limit(self) -> None:
         used = self.used()
         for account, limits in zip(self.desk.accounts, self.limits.values(), strict=True):
-            assert account.used(self.desk.now_s) == used
+            limited = LimitedAccount("tenant", "ten_1", account, limits)
+            assert limited.used(self.desk.now_s) == used
             bounds = {name: getattr(limits, name) for name in used}
             assert all(
                 0 <= used[name] <= bound for name, bound in bounds.items() if bound is not None

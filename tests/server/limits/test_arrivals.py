@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from manylora.server.limits.arrivals import REQUESTS_A_ROUND, Arrivals
+from manylora.server.limits.turns import REQUESTS_A_ROUND, Arrivals
 
 pytestmark = pytest.mark.anyio
 

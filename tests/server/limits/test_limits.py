@@ -21,7 +21,7 @@ from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
 from manylora.engine.request import RequestError
 from manylora.errors import CapacityError
-from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS
+from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS, LimitKind
 from manylora.server.core_services import Clock
 from manylora.server.generation import run as generation_run
 from manylora.server.limits.accounts import Accounts
@@ -221,7 +221,7 @@ async def test_a_chat_without_a_bound_ends_where_the_limit_does(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation_run, "OPEN_TOKENS", 10)
         running = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        await eventually(lambda: account.reserved > 140)
+        await eventually(lambda: account["tokens_per_month"].in_use > 140)
         refused = await complete(client, max_tokens=16)
         answer = await running
     assert refused.status_code == 429
@@ -271,7 +271,8 @@ async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) ->
         async def seen(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 account = api.services.limits.accounts.of(tenant_id, 0.0)
-                held.append((account.in_flight, account.reserved))
+                kinds: tuple[LimitKind, ...] = ("concurrent_requests", "tokens_per_month")
+                held.append(tuple(account[kind].in_use for kind in kinds))
             await send(message)
 
         await api.front(scope, receive, seen)

@@ -12,6 +12,7 @@ import pytest
 
 from manylora.errors import CapacityError, QuotaExceededError, RateLimitError
 from manylora.registry.limits import Limits
+from manylora.server.limits.limit_allocation import LimitAllocation
 from postgres_server import KINDS, database_of
 from shared_limits import World
 
@@ -35,7 +36,7 @@ async def world(kind: str, tmp_path: Path) -> AsyncIterator[World]:
     async with World.open(database_of(kind), tmp_path, 4) as opened:
         yield opened
         for server in opened.servers:
-            assert server.leases.num_exchanges <= 10 * opened.now_s + 3
+            assert server.allocations.num_exchanges <= 10 * opened.now_s + 3
 
 
 @pytest.mark.slow
@@ -164,11 +165,11 @@ async def test_an_idle_process_gives_back_what_it_does_not_need_and_then_says_no
     made = world.start(world.request(first, limits, 100, 60))
     await world.step(10)
     assert made.result() is not None
-    said = first.leases.num_exchanges
+    said = first.allocations.num_exchanges
     await world.step(30)
-    assert first.leases.num_exchanges == said
+    assert first.allocations.num_exchanges == said
     account = first.accounts.of("ten_acme", world.now_s)
-    assert account.used(world.now_s)["requests_per_minute"] == 0
+    assert account["requests_per_minute"].total(world.now_s) == 0
     for amount in (1000, 8000 - 60):
         whole = world.start(world.request(second, Limits(tokens_per_month=9000), amount, amount))
         await world.step(3)
@@ -198,12 +199,13 @@ async def test_only_the_first_request_of_an_idle_tenant_waits(world: World) -> N
 async def test_what_a_request_waits_for_is_not_given_back_before_it_runs(world: World) -> None:
     limits, server = Limits(concurrent_requests=100), world.servers[0]
     shares = world.shares(server, limits)
+    slots = shares[0].account["concurrent_requests"]
+    assert isinstance(slots, LimitAllocation)
     for _ in range(4):
         waiting = asyncio.create_task(server.accounts.secure(shares, requests=1))
         await asyncio.sleep(0)
         await server.accounts.tick()
         await server.accounts.tick()  # at once, as when requests of others wait
-        slots = shares[0].account.follow(limits)[1]  # type: ignore[attr-defined]
         assert slots.has(1, world.now_s)
         await waiting
         await world.step(30)
@@ -261,8 +263,9 @@ async def test_the_database_is_away(world: World) -> None:
         world.start(world.request(server, limits, run_s=0.1))
         await world.step(0.05)
     for each in world.servers:
-        each.leases.is_away = True
-    assert server.accounts.of("ten_acme", world.now_s).requests.has_room(world.now_s, 3, 6000)
+        each.allocations.is_away = True
+    requests = server.accounts.of("ten_acme", world.now_s)["requests_per_minute"]
+    assert requests.has_room(world.now_s, 3, 6000)
     for wait_s, is_let_in in ((3, True), (30, True), (32, False)):
         await world.step(wait_s)
         task = world.start(world.request(server, limits))
@@ -272,7 +275,7 @@ async def test_the_database_is_away(world: World) -> None:
     assert isinstance(server.refusals[-1], CapacityError)
     assert server.refusals[-1].code == "db.unavailable"
     for each in world.servers:
-        each.leases.is_away = False
+        each.allocations.is_away = False
     await world.step(1.5)
     back = world.start(world.request(server, limits))
     await world.step(0.2)
@@ -282,12 +285,12 @@ async def test_the_database_is_away(world: World) -> None:
 @IN_SQLITE
 async def test_the_database_is_away_when_a_server_asks_for_the_first_time(world: World) -> None:
     limits, server = Limits(requests_per_minute=60, concurrent_requests=4), world.servers[0]
-    server.leases.is_away = True
+    server.allocations.is_away = True
     refused = world.start(world.request(server, limits))
     await world.step(0.2)
     assert refused.result() is None
     assert isinstance(server.refusals[-1], CapacityError)
-    server.leases.is_away = False
+    server.allocations.is_away = False
     await world.step(1.5)
     back = world.start(world.request(server, limits))
     await world.step(0.2)
@@ -319,9 +322,9 @@ async def test_after_an_outage_slots_stay_with_those_whose_requests_run(world: W
     world.start(world.request(other, limits, run_s=8))
     await world.step(1)
     for each in world.servers:
-        each.leases.is_away = True
+        each.allocations.is_away = True
     await world.step(10)
-    one.leases.is_away = other.leases.is_away = False
+    one.allocations.is_away = other.allocations.is_away = False
     await world.step(1.1)
     for _ in range(4):
         world.start(world.request(other, limits, run_s=60))

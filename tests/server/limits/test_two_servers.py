@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
-from manylora.registry.access import limit_leases
+from manylora.registry.access import limit_allocations
 from manylora.registry.db.clock import to_micros, utc_now
 from manylora.registry.registry import Registry
 from manylora.server.limits.shared_accounts import SharedAccounts, open_shared_accounts
@@ -79,7 +79,7 @@ async def two(
     async def standing(_session: AsyncSession) -> int:
         return opened.now_us
 
-    monkeypatch.setattr(limit_leases.LimitLeases.__init__, "__defaults__", (standing,))
+    monkeypatch.setattr(limit_allocations.LimitAllocations.__init__, "__defaults__", (standing,))
     async with AsyncExitStack() as stack:
         apis = []
         for name in ("one", "other"):
@@ -169,7 +169,7 @@ async def test_a_server_that_starts_again_has_its_old_part_back_after_a_minute(t
     await two.limit(tokens_per_month=100)
     registry = two.apis[0].services.registry
     tenant_id = (await two.clients[0].get("/v1/me")).json()["tenant"]["id"]
-    died = limit_leases.LeaseRequest(
+    died = limit_allocations.AllocationRequest(
         holder_id=tenant_id,
         kind="tokens_per_month",
         limit=100,
@@ -180,7 +180,7 @@ async def test_a_server_that_starts_again_has_its_old_part_back_after_a_minute(t
         needs=(),
         ahead=0,
     )
-    await limit_leases.LimitLeases(registry.database, "srv_three").exchange([died])
+    await limit_allocations.LimitAllocations(registry.database, "srv_three").exchange([died])
     refused = (await two.send(1, max_tokens=90))[0]
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert "reserved by requests that run" in refused.json()["error"]["message"]
@@ -190,7 +190,7 @@ async def test_a_server_that_starts_again_has_its_old_part_back_after_a_minute(t
         assert statuses(await two.send(1, max_tokens=90)) == {429: 1}, (
             "what was cut off is not billed yet"
         )
-        two.now_us += limit_leases.HELD_US
+        two.now_us += limit_allocations.HELD_US
         await asyncio.sleep(0.2)
         assert statuses(await two.send(1, max_tokens=90)) == {200: 1}
 
@@ -202,9 +202,9 @@ async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: 
     async def clock(_session: AsyncSession) -> int:
         return now_us
 
-    async def got(leases: limit_leases.LimitLeases, tokens: int) -> int:
+    async def got(allocations: limit_allocations.LimitAllocations, tokens: int) -> int:
         nothing = {"held": 0, "spare": 0, "back": 0, "ahead": 0}
-        ask = limit_leases.LeaseRequest(
+        ask = limit_allocations.AllocationRequest(
             holder_id="ten_acme",
             kind="tokens_per_month",
             limit=1000,
@@ -212,38 +212,38 @@ async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: 
             returns=(),
             **nothing,
         )
-        return (await leases.exchange([ask]))[0].granted
+        return (await allocations.exchange([ask]))[0].granted
 
     async with AsyncExitStack() as stack:
 
         async def server(
             folder: str, name: str, grace_s: float = 0.0
-        ) -> tuple[Registry, limit_leases.LimitLeases]:
+        ) -> tuple[Registry, limit_allocations.LimitAllocations]:
             registry = await Registry.open(url, tmp_path / folder, pepper="p" * 16, grace_s=grace_s)
             stack.push_async_callback(registry.close)
-            return registry, limit_leases.LimitLeases(registry.database, name, clock)
+            return registry, limit_allocations.LimitAllocations(registry.database, name, clock)
 
-        one, leases = await server("one", "srv_one")
-        assert await got(leases, 1000) == 1000
+        one, allocations = await server("one", "srv_one")
+        assert await got(allocations, 1000) == 1000
         one.usage.progress(
             usage_event(one.usage.mint_id(), prompt_tokens=100, completion_tokens=800)
         )
         await one.usage.flush()
         shutil.copytree(tmp_path / "one", tmp_path / "again")
-        again, leases = await server("again", "srv_one", grace_s=0.1)
-        await leases.forget(is_billed=False)
+        again, allocations = await server("again", "srv_one", grace_s=0.1)
+        await allocations.forget(is_billed=False)
         _, others = await server("other", "srv_other")
-        assert await got(others, 1) == await got(leases, 1) == 0
+        assert await got(others, 1) == await got(allocations, 1) == 0
         await asyncio.sleep(0.2)
         await again.usage.flush()
-        now_us += limit_leases.HELD_US
+        now_us += limit_allocations.HELD_US
         assert await got(others, 101) == 0
         assert await got(others, 100) == 100
 
 
-def test_a_server_that_is_alone_does_not_load_leases() -> None:
+def test_a_server_that_is_alone_does_not_load_allocations() -> None:
     program = (
         "import sys, manylora.server.serve; "
-        "sys.exit(any('lease' in name for name in sys.modules if 'manylora' in name))"
+        "sys.exit(any('allocation' in name for name in sys.modules if 'manylora' in name))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

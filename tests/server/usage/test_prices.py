@@ -30,10 +30,10 @@ def test_a_price_file_is_read_exactly(tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text(FILE)
     prices = read_prices(tmp_path / "prices.yaml")
     assert prices.currency == "EUR"
-    assert prices.default == Price(prompt=2000, cached=500, completion=6000)
-    assert prices.base == Price(prompt=10_000, cached=0, completion=1)
-    assert set(prices.tenants) == {"acme"}
-    assert set(prices.adapters) == {("acme", "support"), ("acme", "rival/support")}
+    assert prices.prices["default"] == Price(prompt=2000, cached=500, completion=6000)
+    assert prices.prices["base"] == Price(prompt=10_000, cached=0, completion=1)
+    names = {"default", "base", "acme/*", "acme/support", "acme/rival/support"}
+    assert prices.prices.keys() == names
 
 
 @pytest.mark.parametrize(

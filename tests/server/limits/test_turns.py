@@ -19,8 +19,8 @@ from manylora.errors import RateLimitError
 from manylora.server.admission.rates import Admitted
 from manylora.server.app import LIMITED_ROUTERS, ROUTERS
 from manylora.server.auth.middleware import LOCAL_ADMIN
-from manylora.server.limits import management_turns
-from manylora.server.limits.management_turns import CODE, PLACES, ManagementTurns
+from manylora.server.limits import turns as limit_turns
+from manylora.server.limits.turns import CODE, PLACES, ManagementTurns
 
 pytestmark = pytest.mark.anyio
 COSTLY = ("/v1/usage", "/v1/usage/events", "/v1/usage/latency")
@@ -45,7 +45,7 @@ class SlowUsage:
 
 @pytest.fixture
 async def slow(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SlowUsage]:
-    monkeypatch.setattr(management_turns, "LONGEST_S", 1000.0)
+    monkeypatch.setattr(limit_turns, "LONGEST_S", 1000.0)
     made = SlowUsage(api, monkeypatch)
     yield made
     made.may_end.set()
@@ -80,7 +80,7 @@ async def test_a_change_of_one_tenant_waits_for_none_of_anothers_costly_requests
 
 
 async def test_one_tenant_has_only_so_many_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(management_turns, "MOST_OPEN", 5)
+    monkeypatch.setattr(limit_turns, "MOST_OPEN", 5)
     told, may_end = list[tuple[str, str | None]](), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,7 +137,7 @@ async def test_a_body_that_is_still_coming_takes_no_place(api: Api, acme: Client
 async def test_what_takes_long_goes_on_without_a_place(
     rival: Client, slow: SlowUsage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(management_turns, "LONGEST_S", 0.0)
+    monkeypatch.setattr(limit_turns, "LONGEST_S", 0.0)
     asking = ask_often(rival)
     await eventually(lambda: slow.num_inside == LOOPS)
     slow.may_end.set()
@@ -180,7 +180,7 @@ def _is_admitted(dependant: Dependant) -> bool:
 async def test_a_refusal_has_a_time_to_come_back_and_concerns_one_tenant(
     api: Api, rival: Client, slow: SlowUsage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(management_turns, "MOST_OPEN", 20)
+    monkeypatch.setattr(limit_turns, "MOST_OPEN", 20)
     acme = await api.tenant("acme")
     asking = ask_often(rival, 27)
     await eventually(lambda: sum(each.done() for each in asking) == 7, within_s=8)

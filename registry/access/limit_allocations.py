@@ -4,7 +4,7 @@ A server tells in one short write transaction what it holds of its limits, what 
 answer is what it got. What all servers hold and have used together is never more than the limit:
 
 - per minute: a bucket. `used` falls by a sixtieth of the limit per second, but never below what servers hold.
-- at the same time: what servers hold. A server that does not renew its leases loses them.
+- at the same time: what servers hold. A server that does not renew its allocations loses them.
 - per month: what the usage ledger has, and what servers hold beside it.
 
 All times are by one clock, that of the database.
@@ -15,33 +15,31 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import FromClause, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
 from manylora.registry.db.database import Database, database_us, insert_into
-from manylora.registry.db.models import LimitBucketRow, LimitLeaseRow
+from manylora.registry.db.models import LimitAllocationRow, LimitBucketRow
+from manylora.registry.limits import LimitKind
 from manylora.registry.usage.write import month_tokens
 
-LimitKind = Literal[
-    "requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"
-]
 MINUTELY = ("requests_per_minute", "tokens_per_minute")
 Clock = Callable[[AsyncSession], Awaitable[int]]
 """Gives the microseconds since 1970 on a clock that all servers share."""
 SLOT_US = 5_000_000
-"""Lease time of concurrent requests."""
+"""Time for which places of concurrent requests stay allocated, unless they are renewed."""
 HELD_US = 65_000_000
-"""Lease time of per-minute and per-month parts; exceeds the time for which a server spends without the database."""
+"""Time for which per-minute and per-month parts do; longer than a server spends what it holds without the database."""
 AHEAD_SHARE = 8
 """Divisor of what is left: a server gets at most this part for later requests, the rest is for other servers."""
 KEPT_US = 10 * MINUTE_US
 """Age at which rows that say nothing any more are deleted."""
 
 
-class LeaseAnswer(NamedTuple):
+class AllocationAnswer(NamedTuple):
     """Amount that a server got of one limit, and the state of the limit."""
 
     granted: int
@@ -56,7 +54,7 @@ class LeaseAnswer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRequest:
+class AllocationRequest:
     """Request of a server: what it holds, gives back and needs of one limit."""
 
     holder_id: str
@@ -70,7 +68,7 @@ class LeaseRequest:
     """The part of `held` that is free for `needs`."""
     back: int
     """Per minute only: amount that was held and not used; below 0, amount that was used and not held."""
-    returns: Sequence[tuple[int, LeaseAnswer]]
+    returns: Sequence[tuple[int, AllocationAnswer]]
     """Per minute only: amounts that requests took and did not use, with the last answer before they took them."""
     needs: Sequence[int]
     """Amounts that waiting requests need, in their order: each is fulfilled or not."""
@@ -78,12 +76,12 @@ class LeaseRequest:
     """Amount that later requests probably need."""
 
 
-class LimitLeases:
+class LimitAllocations:
     """The shared state of limits.
 
     Args:
         database: Where it is.
-        owner: This server's name, under which its leases are.
+        owner: This server's name, under which its allocations are.
         clock: The clock that all servers share.
     """
 
@@ -96,11 +94,11 @@ class LimitLeases:
         """True if an exchange that failed may have happened all the same."""
 
     async def forget(self, *, is_billed: bool) -> None:
-        """Delete this server's leases: nothing of it runs.
+        """Delete this server's allocations: nothing of it runs.
 
         Args:
             is_billed: Whether the ledger has all that it used of a month. If not, what it held of months counts on for
-                a while under another name, so that this server's next leases do not replace it.
+                a while under another name, so that this server's next allocations do not replace it.
 
         Raises:
             CapacityError: The database cannot answer; code db.unavailable.
@@ -111,19 +109,23 @@ class LimitLeases:
                     "owner": f"{self._owner}/{token_hex(4)}",
                     "until": await self._clock(session) + HELD_US,
                 }
-                months = update(LimitLeaseRow).filter_by(owner=self._owner, kind="tokens_per_month")
+                months = update(LimitAllocationRow).filter_by(
+                    owner=self._owner, kind="tokens_per_month"
+                )
                 await session.execute(months.values(kept))
-            await session.execute(delete(LimitLeaseRow).where(LimitLeaseRow.owner == self._owner))
+            await session.execute(
+                delete(LimitAllocationRow).where(LimitAllocationRow.owner == self._owner)
+            )
 
     async def exchange(
-        self, requests: Sequence[LeaseRequest], grace_us: int = 0
-    ) -> list[LeaseAnswer]:
+        self, requests: Sequence[AllocationRequest], grace_us: int = 0
+    ) -> list[AllocationAnswer]:
         """Give back and take, in one transaction.
 
         Args:
             requests: At most one for each holder and kind.
-            grace_us: Leases of others that ended so lately still count. Their owners could not renew them while the
-                database was away.
+            grace_us: Allocations of others that ended at most this long ago still count: their owners could not renew
+                them while the database was away.
 
         Returns:
             One answer for each.
@@ -132,42 +134,43 @@ class LimitLeases:
             CapacityError: The database cannot answer; code db.unavailable. Nothing or all of it has happened.
         """
         self.is_in_doubt = False
-        lease = LimitLeaseRow
+        allocation = LimitAllocationRow
         bucket = LimitBucketRow
         async with self._database.write() as session:
             now = await self._clock(session)
             month = month_of(from_micros(now))
             ids = {request.holder_id for request in requests}
             others = (
-                lease.holder_id.in_(ids),
-                lease.owner != self._owner,
-                lease.until > now - grace_us,
+                allocation.holder_id.in_(ids),
+                allocation.owner != self._owner,
+                allocation.until > now - grace_us,
             )
-            sums = select(lease.holder_id, lease.kind, func.sum(lease.amount)).where(*others)
-            found = await session.execute(sums.group_by(lease.holder_id, lease.kind))
+            sums = select(allocation.holder_id, allocation.kind, func.sum(allocation.amount)).where(
+                *others
+            )
+            found = await session.execute(sums.group_by(allocation.holder_id, allocation.kind))
             held = {(holder_id, kind): int(amount) for holder_id, kind, amount in found}
             rows = await session.scalars(select(bucket).where(bucket.holder_id.in_(ids)))
             buckets = {(row.holder_id, row.kind): row for row in rows}
             of_months = {each.holder_id for each in requests if each.kind == "tokens_per_month"}
             tokens = await month_tokens(session, of_months, month)
-            billed = {(holder_id, "tokens_per_month"): tokens[holder_id] for holder_id in tokens}
-            # A month's lease stays: only its owner knows whether the ledger has all that it used.
+            # A month's allocation stays: only its owner knows whether the ledger has all that it used.
             untils = {
                 "tokens_per_month": to_micros(month_after(month)) + HELD_US,
                 "concurrent_requests": now + SLOT_US,
             }
-            answers: list[LeaseAnswer] = []
-            leases: list[dict[str, Any]] = []
+            answers: list[AllocationAnswer] = []
+            allocations: list[dict[str, Any]] = []
             changed: list[dict[str, Any]] = []
             for request in requests:
                 key = (request.holder_id, request.kind)
                 name = {"holder_id": request.holder_id, "kind": request.kind}
-                answer = _answer(
-                    request, held.get(key, 0), buckets.get(key), billed.get(key, 0), now
-                )
+                is_monthly = request.kind == "tokens_per_month"
+                billed = tokens.get(request.holder_id, 0) if is_monthly else 0
+                answer = _answer(request, held.get(key, 0), buckets.get(key), billed, now)
                 answers.append(answer)
                 until = untils.get(request.kind, now + HELD_US)
-                leases.append(
+                allocations.append(
                     name
                     | {
                         "owner": self._owner,
@@ -179,19 +182,19 @@ class LimitLeases:
                     changed.append(
                         name | {"used": answer.used, "at": answer.at, "returned": answer.returned}
                     )
-            await _put(session, lease.__table__, leases)
+            await _put(session, allocation.__table__, allocations)
             await _put(session, bucket.__table__, changed)
             if now >= self._next_sweep:
                 self._next_sweep = now + MINUTE_US
-                await session.execute(delete(lease).where(lease.until < now - KEPT_US))
+                await session.execute(delete(allocation).where(allocation.until < now - KEPT_US))
                 await session.execute(delete(bucket).where(bucket.at < now - KEPT_US))
             self.is_in_doubt = True
         return answers
 
 
 def _answer(
-    request: LeaseRequest, others: int, bucket: LimitBucketRow | None, billed: int, now: int
-) -> LeaseAnswer:
+    request: AllocationRequest, others: int, bucket: LimitBucketRow | None, billed: int, now: int
+) -> AllocationAnswer:
     """Answer to a request, where other servers hold the amount `others`."""
     least = float(billed + others + request.held)
     used = least
@@ -226,7 +229,7 @@ def _answer(
             granted += need if granted + need <= room else 0
         granted += max(0, min(request.ahead, (room - granted) // AHEAD_SHARE))
         granted = max(0, min(granted - request.spare, left))
-    return LeaseAnswer(granted, used + granted, now, returned, billed)
+    return AllocationAnswer(granted, used + granted, now, returned, billed)
 
 
 async def _put(session: AsyncSession, table: FromClause, rows: list[dict[str, Any]]) -> None:

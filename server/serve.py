@@ -294,11 +294,9 @@ def gate_of(config: Config, engine: EngineClient, metrics: Metrics) -> Gate:
 
 def sweeper_of(services: Services) -> Sweeper:
     """The sweeper of a server's leftovers."""
-    open_ids = services.registry.uploads.open_ids
     return Sweeper(
-        services.versions.garbage,
-        services.server_name,
-        partial(services.uploads.sweep, open_ids),
+        garbage=services.versions.garbage,
+        sweep_staged=partial(services.uploads.sweep, services.registry.uploads.open_ids),
         owns_store=services.config.registry.blob_url is None,
     )
 

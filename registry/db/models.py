@@ -232,18 +232,17 @@ class UploadRow(Base):
     id: Mapped[Id]
     tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    key_id: Mapped[Text64]
     name: Mapped[Text63]
     description: Mapped[LongText | None]
     activate: Mapped[bool]
-    manifest: Mapped[dict[str, Any]]
-    """File name to its size in bytes and its SHA-256."""
+    files: Mapped[dict[str, Any]]
+    """File name to its `size` in bytes and its `sha256`, as its sender announced them."""
     size_bytes: Mapped[int]
     """Bytes that it reserves of its tenant's storage."""
     state: Mapped[Text16]
     """uploading, ready or rejected."""
     result: Mapped[dict[str, Any] | None]
-    """End of the upload: the error, or the version that it became."""
+    """End of the upload: the error, or the adapter's body."""
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)
 

@@ -37,6 +37,16 @@ class UploadForm(Form):
     )
 
     @property
+    def name(self) -> str:
+        """The adapter's name."""
+        return self.text("name") or ""
+
+    @property
+    def description(self) -> str | None:
+        """Text about the adapter."""
+        return self.text("description")
+
+    @property
     def activate(self) -> bool:
         """True if the alias `default` moves to this version."""
         word = (self.text("activate") or "true").lower()
@@ -44,8 +54,13 @@ class UploadForm(Form):
             raise InvalidRequestError("activate must be true or false.", param="activate")
         return word in ("true", "1")
 
-    def check_digest(self, sha256: str) -> None:
-        """Return if the weights have the digest that was announced, or none was.
+    @property
+    def config(self) -> bytes:
+        """`adapter_config.json`. One over the limit is cut one byte after it, so that its reader refuses it."""
+        return bytes(self._texts["config"])
+
+    def checked_digest(self, sha256: str) -> str:
+        """Return the digest of the weights, if it is what was announced, or nothing was.
 
         Raises:
             InvalidRequestError: What was announced is no SHA-256.
@@ -56,11 +71,7 @@ class UploadForm(Form):
             raise InvalidRequestError("sha256 must be 64 hex digits.", param="sha256")
         if announced != sha256:
             raise digest_mismatch(WEIGHTS)
-
-    @property
-    def config(self) -> bytes:
-        """`adapter_config.json`. One over the limit is cut one byte after it, so that its reader refuses it."""
-        return bytes(self._texts["config"])
+        return sha256
 
 
 def digest_mismatch(file: str) -> AdapterFormatError:

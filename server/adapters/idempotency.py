@@ -79,7 +79,7 @@ def idempotent(request: Request, services: Services, caller: str) -> Iterator[Id
         BusyError: The change is being made; code idempotency.in_progress.
     """
     change = IdempotentChange(request, services)
-    with services.uploads.in_progress.retrying(caller, change.key):
+    with services.uploads.retrying(caller, change.key):
         yield change
 
 

@@ -129,6 +129,7 @@ async def _quietly(work: Coroutine[None, None, object], failure: str) -> None:
         log.warning(failure, exc_info=error)
 
 
+@dataclass(eq=False, kw_only=True)
 class Sweeper:
     """Deletes leftovers every `SWEEP_S` seconds.
 
@@ -136,28 +137,15 @@ class Sweeper:
     uploads with their files, files without an upload, abandoned temporary blobs, blobs that no
     version refers to, and expired answers. Each sweep looks for all of them, so a sweep that is cut short loses
     nothing. Thread: the event loop's.
-
-    Args:
-        garbage: Deletes blobs.
-        server: Name of this server.
-        sweep_staged: Deletes files of uploads that are gone; returns the number of uploads.
-        owns_store: True if no other server writes to the blob store.
     """
 
-    def __init__(
-        self,
-        garbage: BlobGarbage,
-        server: str,
-        sweep_staged: Callable[[], Awaitable[int]],
-        *,
-        owns_store: bool,
-    ) -> None:
-        self._garbage = garbage
-        self._server = server
-        self._sweep_staged = sweep_staged
-        self._owns_store = owns_store
-        self._unreferenced: set[str] = set()
-        """Blobs that the last sweep found. Where other servers may use them, they are deleted at the second time."""
+    garbage: BlobGarbage
+    sweep_staged: Callable[[], Awaitable[int]]
+    """Deletes files of uploads that are gone; returns the number of uploads."""
+    owns_store: bool
+    """No other server writes to the blob store."""
+    _unreferenced: set[str] = field(default_factory=set, init=False)
+    """Blobs that the last sweep found. Where other servers may use them, they are deleted at the second time."""
 
     async def start(self) -> asyncio.Task[None]:
         """Sweep once, then go on in the task that this returns; the next start sweeps what is left when it ends."""
@@ -173,20 +161,20 @@ class Sweeper:
         Returns:
             Number of deleted leftovers, by kind.
         """
-        registry = self._garbage.registry
+        registry = self.garbage.registry
         if is_start:
-            await self._garbage.remove(await registry.ephemeral.lose(self._server))
-        await self._garbage.remove(await registry.ephemeral.expire())
+            await self.garbage.remove(await registry.ephemeral.lose(self.garbage.weights.server))
+        await self.garbage.remove(await registry.ephemeral.expire())
         uploads, answers = await registry.uploads.forget_old()
         # Before this process begins to write, nothing writes to a store of its own.
-        age_s = 0.0 if is_start and self._owns_store else STALE_UPLOAD_S
+        age_s = 0.0 if is_start and self.owns_store else STALE_UPLOAD_S
         swept = {
             "uploads": uploads,
             "answers": answers,
-            "staged": await self._sweep_staged(),
+            "staged": await self.sweep_staged(),
             "files": await registry.files.forget_expired(),
             "batches": await registry.batches.forget_old(),
-            "temporary": await asyncio.to_thread(self._garbage.blobs.sweep, age_s),
+            "temporary": await asyncio.to_thread(self.garbage.blobs.sweep, age_s),
             "blobs": await self._sweep_blobs(),
             "weights": await self._sweep_memory(),
         }
@@ -200,27 +188,28 @@ class Sweeper:
             await _quietly(self.sweep(), "sweep_failed")
 
     async def _sweep_blobs(self) -> int:
-        adapters = self._garbage.registry.adapters
-        digests = await asyncio.to_thread(lambda: list(self._garbage.blobs.digests()))
+        digests = await asyncio.to_thread(lambda: list(self.garbage.blobs.digests()))
         doomed: list[str] = []
         for start in range(0, len(digests), BLOBS_AT_ONCE):
-            doomed += await adapters.unreferenced(digests[start : start + BLOBS_AT_ONCE])
-        if not self._garbage.is_alone:
+            doomed += await self.garbage.registry.adapters.unreferenced(
+                digests[start : start + BLOBS_AT_ONCE]
+            )
+        if not self.garbage.is_alone:
             found = set(doomed)
             doomed = list(found & self._unreferenced)
             self._unreferenced = found
-        await self._garbage.delete(doomed)
+        await self.garbage.delete(doomed)
         return len(doomed)
 
     async def _sweep_memory(self) -> int:
         """Free weights that no ephemeral version has: one of them may have become a usual version, for example."""
-        registry = self._garbage.registry
-        weights = self._garbage.weights
+        registry = self.garbage.registry
+        weights = self.garbage.weights
         if not weights.blobs.digests():
             return 0
         async with registry.adapters.locking_unreferenced(()):
             here = set(weights.blobs.digests())
-            gone = here - await registry.ephemeral.weights(self._server)
+            gone = here - await registry.ephemeral.weights(self.garbage.weights.server)
             doomed = [each for each in gone if not weights.is_used(each)]
             for each in doomed:
                 await weights.free(each)

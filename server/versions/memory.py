@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -16,21 +17,17 @@ if TYPE_CHECKING:
     from manylora.engine.process.client import EngineClient
 
 
+@dataclass(eq=False)
 class EphemeralWeights:
-    """Weights in memory, by their SHA-256 (64 hex digits), and the requests that hold them. Thread: the event loop's.
+    """Weights in memory, by SHA-256 (64 hex digits), and the requests that hold them. Thread: the event loop's."""
 
-    Args:
-        blobs: The weights.
-        engine: Loads adapters from them.
-        server: Name of this server, by which a version says who has its weights.
-    """
-
-    def __init__(self, blobs: MemoryBlobs, engine: EngineClient, server: str) -> None:
-        self.blobs = blobs
-        self._engine = engine
-        self._server = server
-        self._held: Counter[str] = Counter()
-        """Requests by the weights of their version."""
+    blobs: MemoryBlobs
+    engine: EngineClient
+    """Loads adapters from the weights."""
+    server: str
+    """Name of this server, by which a version says who has its weights."""
+    _held: Counter[str] = field(default_factory=Counter, init=False)
+    """Requests by the weights of their version."""
 
     def hold(self, model: ResolvedModel, now: datetime) -> Callable[[], None]:
         """Keep the weights of an ephemeral version for a request; returns the function that ends that.
@@ -43,7 +40,7 @@ class EphemeralWeights:
         if version is None or (version.expires_at is not None and version.expires_at <= now):
             raise model_not_found(model.name)
         weights = version.weights_sha256
-        if version.held_by != self._server or weights not in self.blobs:
+        if version.held_by != self.server or weights not in self.blobs:
             message = f"Version {version.version} of `{model.name}` is ephemeral, and not in the memory of this server."
             hint = "Ask the server that it was pushed to, or push it to this one."
             raise AdapterUnavailableError(f"{message} {hint}", code="adapter_not_here")
@@ -58,9 +55,9 @@ class EphemeralWeights:
 
     def is_used(self, weights: str) -> bool:
         """Return true if a request that has not ended may still have to load these weights, in memory or stored."""
-        return self._held[weights] > 0 or self._engine.uses(weights)
+        return self._held[weights] > 0 or self.engine.uses(weights)
 
     async def free(self, weights: str) -> None:
         """Free weights that no version has any more; a sweep deletes a blob of them in the store."""
         self.blobs.delete(weights)
-        await self._engine.drop_weights(weights)
+        await self.engine.drop_weights(weights)

@@ -315,11 +315,11 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(app: Api) -> No
         )
         writer.write(head.encode() + weights[: len(weights) // 2])
         await writer.drain()
-        await eventually(lambda: app.services.uploads.in_progress.streams)
+        await eventually(lambda: app.services.uploads.streams)
         writer.close()
         await eventually(
             lambda: (
-                not app.services.uploads.in_progress.streams
+                not app.services.uploads.streams
                 and not app.services.versions.weights.blobs.num_bytes
             )
         )

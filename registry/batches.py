@@ -209,18 +209,16 @@ class Batches(Transactions):
         key_id: str | None,
         input_file_id: str,
         endpoint: str,
-        labels: Mapping[str, str],
+        labels: dict[str, str],
     ) -> BatchRow:
         """Ask for a batch; some server runs it.
 
         Raises:
             NotFoundError: The tenant has no such file.
-            InvalidRequestError: The file is no input, or `labels` cannot be stored.
+            InvalidRequestError: The file is no input.
             ConflictError: The tenant has too many batches open; code batch.too_many_open.
         """
         now = self.clock()
-        for text in (*labels, *labels.values()):
-            check_text(text, "metadata", 512)
         async with self.database.write() as session:
             file = await file_row(session, tenant_id, input_file_id, now)
             if file.purpose != "batch":
@@ -238,7 +236,7 @@ class Batches(Transactions):
                 endpoint=endpoint,
                 input_file_id=file.id,
                 input_sha256=file.sha256,
-                labels=dict(labels) or None,
+                labels=labels or None,
                 status="validating",
                 created_at=to_seconds(now),
                 expires_at=to_seconds(now + WINDOW),

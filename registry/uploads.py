@@ -28,13 +28,7 @@ from manylora.registry.idempotency import (
     find_answer,
     keep_answer,
 )
-from manylora.registry.limits import (
-    UPLOADING,
-    check_adapters,
-    check_pages,
-    check_storage,
-    storage_left,
-)
+from manylora.registry.limits import UPLOADING, check_storage, limits_of, stored_bytes
 from manylora.registry.names import (
     MAX_DESCRIPTION,
     check_name,
@@ -67,12 +61,11 @@ class Uploads(Transactions):
         nothing, but must be read to be recognised.
         """
         async with self.database.read() as session:
-            left = await storage_left(session, tenant_id, self.clock())
-            if (
-                left is None
-                or key is None
-                or await session.get(IdempotencyRow, (tenant_id, key)) is None
-            ):
+            most = (await limits_of(session, tenant_id)).stored_bytes
+            if most is None:
+                return None
+            left = most - await stored_bytes(session, tenant_id, self.clock())
+            if key is None or await session.get(IdempotencyRow, (tenant_id, key)) is None:
                 return left
             own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id)
             largest = select(func.max(VersionRow.size_bytes)).where(VersionRow.adapter_id.in_(own))
@@ -124,14 +117,13 @@ class Uploads(Transactions):
             made = answer(row)
             if retry is not None:
                 await keep_answer(session, tenant_id, retry, made, now)
-            await check_storage(session, tenant_id, now)
             known = select(AdapterRow.id).where(
                 AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name
             )
             adapter_id = await session.scalar(known)
-            if adapter_id is None:
-                await check_adapters(session, tenant_id, to_come=1)
-            elif draft.activate:
+            to_come = 1 if adapter_id is None else None
+            await check_storage(session, tenant_id, now, new_adapters=to_come)
+            if adapter_id is not None and draft.activate:
                 await check_not_split(session, adapter_id)
         return made
 
@@ -260,10 +252,8 @@ class Publication:
             await self.session.flush()
         if retry is not None:
             await keep_answer(self.session, tenant_id, retry, answer, self.now)
-        if not self.is_new:
-            return
-        if pages is not None:
-            await check_pages(self.session, tenant_id, pages)
-        await check_storage(self.session, tenant_id, self.now)
-        if self.adapter.current.version == 1:
-            await check_adapters(self.session, tenant_id)
+        if self.is_new:
+            counted = 0 if self.adapter.current.version == 1 else None
+            await check_storage(
+                self.session, tenant_id, self.now, pages=pages, new_adapters=counted
+            )

@@ -68,8 +68,7 @@ from manylora.server.uploads.staged_files import open_staged
 from manylora.server.uploads.uploads import Uploads
 from manylora.server.uploads.validation import AdapterValidator
 from manylora.server.usage.price_file import read_prices
-from manylora.server.versions.garbage import BlobGarbage, Sweeper
-from manylora.server.versions.memory import EphemeralWeights
+from manylora.server.versions.garbage import BlobGarbage, EphemeralWeights, Sweeper
 from manylora.server.versions.names import ModelNames
 from manylora.server.versions.pins import PinKeeper
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from manylora.server.sandbox.grammar_checker import GrammarChecker
     from manylora.server.telemetry.metrics import Metrics
     from manylora.server.uploads.uploads import Uploads
-    from manylora.server.versions.garbage import BlobGarbage
-    from manylora.server.versions.memory import EphemeralWeights
+    from manylora.server.versions.garbage import BlobGarbage, EphemeralWeights
     from manylora.server.versions.names import ModelNames
     from manylora.server.versions.pins import PinKeeper
 

@@ -15,7 +15,6 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,6 @@ _CLOCKS = {
     "sqlite": "SELECT CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
     "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
 }
-
-
-_is_reading = ContextVar("is_reading", default=False)
-"""True while the task has a reader's place: reads within a read need none, or readers could wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +183,8 @@ class Database:
     async def read(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads, on one snapshot.
 
+        In the block read from `session` alone: those who wait there for a second place could wait for each other.
+
         Raises:
             CapacityError: The database cannot answer; code db.unavailable or db.lost.
         """
@@ -196,24 +193,15 @@ class Database:
         self._reads[end] = asyncio.current_task()
         try:
             with _own_errors():
-                async with self._reader_place(), self._read_sessions() as session, session.begin():
+                async with (
+                    turn(self._turns.reader()),
+                    self._read_sessions() as session,
+                    session.begin(),
+                ):
                     yield session
         finally:
             del self._reads[end]
             end.set_result(None)
-
-    @asynccontextmanager
-    async def _reader_place(self) -> AsyncIterator[None]:
-        """The task's place among those that read, of which it needs one only."""
-        if _is_reading.get():
-            yield
-            return
-        async with turn(self._turns.reader()):
-            _is_reading.set(True)
-            try:
-                yield
-            finally:
-                _is_reading.set(False)
 
     async def rows(
         self, statement: Executable, values: Mapping[str, object] | None = None

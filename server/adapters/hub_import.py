@@ -50,26 +50,26 @@ async def fetch(read: Reader, weights: BlobWriter, limit: int) -> bytes:
         CapacityError: The source gives no answer, or not within 10 minutes; code import.unavailable.
     """
     config = bytearray()
-    files: tuple[tuple[str, int, str, Callable[[bytes], None]], ...] = (
-        (CONFIG_FILE, MAX_CONFIG_BYTES, "config.too_large", config.extend),
-        (WEIGHTS_FILE, limit, "upload.too_large", weights.write),
-    )
     try:
         async with asyncio.timeout(IMPORT_S):
-            for file, most, code, write in files:
-                received = 0
-                async for piece in read(file):
-                    received += len(piece)
-                    if received > most:
-                        raise PayloadTooLargeError(
-                            f"The file exceeds the limit of {most} bytes.",
-                            code=code,
-                            param="source",
-                        )
-                    await in_thread(write, piece)
+            async for piece in _bounded(read(CONFIG_FILE), MAX_CONFIG_BYTES, "config.too_large"):
+                config += piece
+            async for piece in _bounded(read(WEIGHTS_FILE), limit, "upload.too_large"):
+                await in_thread(weights.write, piece)
     except TimeoutError as error:
         raise _unavailable() from error
     return bytes(config)
+
+
+async def _bounded(pieces: AsyncIterator[bytes], limit: int, code: str) -> AsyncIterator[bytes]:
+    received = 0
+    async for piece in pieces:
+        received += len(piece)
+        if received > limit:
+            raise PayloadTooLargeError(
+                f"The file exceeds the limit of {limit} bytes.", code=code, param="source"
+            )
+        yield piece
 
 
 async def _from_hub(repository: str, revision: str | None, file: str) -> AsyncIterator[bytes]:

@@ -19,7 +19,6 @@ from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.registry.db.models import UploadRow
 from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE
-from manylora.server.adapters.form import digest_mismatch
 from manylora.server.adapters.publish import check_adapter_name, publish, write_body
 from manylora.server.adapters.schemas import UploadBody, UploadView, upload_view
 from manylora.server.auth.callers import TenantCaller
@@ -166,5 +165,6 @@ def gather(services: Services, upload: UploadRow, weights: BlobWriter) -> bytes:
     wrong = [name for name, file in upload.files.items() if found[name] != file["sha256"]]
     if wrong:
         staged.delete(upload.id, *wrong)
-        raise digest_mismatch(wrong[0])
+        message = f"The bytes of {wrong[0]} do not have the SHA-256 that was announced; send the file again."
+        raise errors.AdapterFormatError(message, code="upload.digest_mismatch", param=wrong[0])
     return config

@@ -264,8 +264,7 @@ async def _check_pin(
     copies = body.copies if body.copies is not None else adapter.pinned_copies if moves else 0
     if not copies:
         return
-    meaning = body.aliases.get(DEFAULT_ALIAS) if moves else adapter.aliases.get(DEFAULT_ALIAS)
-    wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
+    wanted = {**adapter.aliases, **body.aliases}.get(DEFAULT_ALIAS) or ()
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     kept = [version for version in versions if version.version in wanted]
     await services.versions.pins.check_pages(adapter, kept or [adapter.current], copies)

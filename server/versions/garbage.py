@@ -1,24 +1,36 @@
-"""Deletes what is no longer referred to: right after a delete, and the rest in sweeps every few minutes."""
+"""Deletes what is no longer referred to: right after a delete, and the rest in sweeps every few minutes.
+
+Weights of ephemeral versions lie in this server's memory for as long as a request may need them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import structlog
 
-from manylora.errors import CapacityError, EngineUnavailableError, ManyloraError
+from manylora.errors import (
+    AdapterUnavailableError,
+    CapacityError,
+    EngineUnavailableError,
+    ManyloraError,
+)
+from manylora.registry.names import model_not_found
 from manylora.registry.records import Removed
 from manylora.server.process.threads import cancel_all, in_thread
+from manylora.server.versions.names import ResolvedModel
 
 if TYPE_CHECKING:
+    from manylora.adapters.blobs.memory import MemoryBlobs
     from manylora.adapters.blobs.store import BlobStore
     from manylora.engine.process.client import EngineClient
     from manylora.registry.registry import Registry
-    from manylora.server.versions.memory import EphemeralWeights
     from manylora.server.versions.pins import PinKeeper
 
 log = structlog.get_logger("manylora.server")
@@ -31,6 +43,52 @@ SWEEP_S = 300.0
 """Seconds from one sweep to the next."""
 STALE_UPLOAD_S = 3600.0
 """Seconds after which a temporary blob counts as abandoned."""
+
+
+@dataclass(eq=False)
+class EphemeralWeights:
+    """Weights in memory, by SHA-256 (64 hex digits), and the requests that hold them. Thread: the event loop's."""
+
+    blobs: MemoryBlobs
+    engine: EngineClient
+    """Loads adapters from the weights."""
+    server: str
+    """Name of this server, by which a version says who has its weights."""
+    _held: Counter[str] = field(default_factory=Counter, init=False)
+    """Requests by the weights of their version."""
+
+    def hold(self, model: ResolvedModel, now: datetime) -> Callable[[], None]:
+        """Keep the weights of an ephemeral version for a request; returns the function that ends that.
+
+        Raises:
+            NotFoundError: The version's time is over; code model_not_found.
+            AdapterUnavailableError: This server's memory does not have the weights; code adapter_not_here.
+        """
+        version = model.version
+        if version is None or (version.expires_at is not None and version.expires_at <= now):
+            raise model_not_found(model.name)
+        weights = version.weights_sha256
+        if version.held_by != self.server or weights not in self.blobs:
+            message = f"Version {version.version} of `{model.name}` is ephemeral, and not in the memory of this server."
+            hint = "Ask the server that it was pushed to, or push it to this one."
+            raise AdapterUnavailableError(f"{message} {hint}", code="adapter_not_here")
+        self._held[weights] += 1
+
+        def release() -> None:
+            self._held[weights] -= 1
+            if not self._held[weights]:
+                del self._held[weights]
+
+        return release
+
+    def is_used(self, weights: str) -> bool:
+        """Return true if a request that has not ended may still have to load these weights, in memory or stored."""
+        return self._held[weights] > 0 or self.engine.uses(weights)
+
+    async def free(self, weights: str) -> None:
+        """Free weights that no version has any more; a sweep deletes a blob of them in the store."""
+        self.blobs.delete(weights)
+        await self.engine.drop_weights(weights)
 
 
 @dataclass(eq=False, kw_only=True)

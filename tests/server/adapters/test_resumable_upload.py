@@ -180,15 +180,6 @@ async def test_bytes_that_were_not_announced_must_be_sent_again(api: Api, acme: 
     assert (await complete(acme, upload_id)).status_code == 201
 
 
-async def test_the_form_may_announce_a_digest_too(api: Api, acme: Client) -> None:
-    digest = facts(GOOD.weights)["sha256"]
-    assert code(await upload(acme, "a", sha256="0" * 64)) == (422, "upload.digest_mismatch")
-    assert code(await upload(acme, "a", sha256="no digest")) == (400, "invalid_value")
-    assert api.files() == []
-    assert (await upload(acme, "a", sha256=f"sha256:{digest}")).status_code == 201
-    assert (await upload(acme, "a", sha256=digest)).status_code == 200
-
-
 async def test_a_digest_alone_gives_nobody_the_weights(
     api: Api, acme: Client, rival: Client
 ) -> None:

@@ -126,10 +126,15 @@ class Adapters(Transactions):
             removed = await mark(session, version, life, is_new=is_new)
             (adapter,) = await _records(session, [row])
             adapter = replace(adapter, current=_version(version))
-            detail = {"digest": version.digest, "activate": draft.activate}
-            target = f"{name}@{version.version}"
             audit.add(
-                session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail
+                session,
+                now,
+                actor,
+                "adapter.publish",
+                tenant=owner.name,
+                target=f"{name}@{version.version}",
+                digest=version.digest,
+                activate=draft.activate,
             )
             yield Publication(
                 session=session,
@@ -277,7 +282,6 @@ class Adapters(Transactions):
                 row.pinned_copies = pinned_copies
             await point_aliases(session, row.id, aliases or {})
             await session.flush()
-            detail = {"pinned_copies": pinned_copies, "aliases": dict(aliases) if aliases else None}
             audit.add(
                 session,
                 self.clock(),
@@ -285,7 +289,8 @@ class Adapters(Transactions):
                 "adapter.update",
                 tenant=row.tenant,
                 target=name,
-                **detail,
+                pinned_copies=pinned_copies,
+                aliases=dict(aliases) if aliases else None,
             )
             return (await _records(session, [row]))[0]
 

@@ -96,7 +96,14 @@ class Uploads(Transactions):
             owner = await session.get(TenantRow, tenant_id)
             if owner is None:
                 raise no_such("tenant", tenant_id)
-            await _check_open(session, tenant_id, now)
+            is_open = (
+                UploadRow.tenant_id == tenant_id,
+                UploadRow.state == UPLOADING,
+                UploadRow.expires_at > now,
+            )
+            if (await session.scalar(select(func.count()).where(*is_open)) or 0) >= MAX_OPEN:
+                message = f"A tenant may have {MAX_OPEN} uploads open; complete or delete one."
+                raise ConflictError(message, code="upload.too_many_open")
             row = UploadRow(
                 # Ids begin with the time: their order is that of the uploads.
                 id=f"upl_{to_micros(now):014x}{secrets.token_hex(6)}",
@@ -141,11 +148,7 @@ class Uploads(Transactions):
         own = select(UploadRow).where(
             UploadRow.tenant_id == tenant_id, UploadRow.expires_at > self.clock()
         )
-        if after is not None:
-            own = own.where(UploadRow.id > check_text(after, "after", 64))
-        async with self.database.read() as session:
-            rows = (await session.scalars(own.order_by(UploadRow.id).limit(limit + 1))).all()
-            return Page.of(rows, limit, lambda upload: upload.id)
+        return await self._page(own, UploadRow.id, after, limit)
 
     async def reject(self, tenant_id: str, upload_id: str, error: Mapping[str, Any]) -> None:
         """End an upload whose adapter was refused; `error` says why. Does nothing where it has ended already."""
@@ -184,15 +187,6 @@ class Uploads(Transactions):
         return frozenset(
             row.id for row in await self.database.rows(select(UploadRow.id).where(*is_open))
         )
-
-
-async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> None:
-    own = select(UploadRow.id).where(
-        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > now
-    )
-    if len((await session.scalars(own.limit(MAX_OPEN))).all()) == MAX_OPEN:
-        message = f"A tenant may have {MAX_OPEN} uploads open; complete or delete one."
-        raise ConflictError(message, code="upload.too_many_open")
 
 
 async def _upload_row(

@@ -35,16 +35,6 @@ class UploadForm(Form):
     )
 
     @property
-    def name(self) -> str:
-        """The adapter's name."""
-        return self.text("name") or ""
-
-    @property
-    def description(self) -> str | None:
-        """Text about the adapter."""
-        return self.text("description")
-
-    @property
     def activate(self) -> bool:
         """True if the alias `default` moves to this version."""
         word = (self.text("activate") or "true").lower()

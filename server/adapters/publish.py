@@ -27,10 +27,11 @@ from manylora.registry.names import NAME_RULE, is_name, no_such
 from manylora.registry.records import Ephemeral, VersionDraft, VersionFacts
 from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.idempotency import idempotent
-from manylora.server.adapters.schemas import adapter_view, residents_now
+from manylora.server.adapters.schemas import VersionBody, adapter_view, residents_now
 from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from manylora.server.http.body import STREAM_BYTES, content_length, held_body, read_chunks
 from manylora.server.http.form import read_form
+from manylora.server.http.json_body import validate
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
 
@@ -54,9 +55,11 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         async with room_for_upload(request, services, caller.tenant_id, retried.key) as limit:
             form = await read_form(request, UploadForm, weights, limit, services.bodies.pace)
         owner = await owner_of(services, caller, form.text("tenant"))
-        check_adapter_name(services, form.name)
-        asked = (form.name, form.description, form.activate, form.config, weights.sha256())
-        change = partial(publish, services, owner, form, form.config, weights)
+        fields = {part: form.text(part) for part in ("name", "description")}
+        draft = validate(VersionBody, {**fields, "activate": form.activate})
+        check_adapter_name(services, draft.name)
+        asked = (draft.model_dump_json(), form.config, weights.sha256())
+        change = partial(publish, services, owner, draft, form.config, weights)
         return await retried.answer(owner.tenant_id, asked, change)
 
 

@@ -51,9 +51,7 @@ async def announce(
     check_adapter_name(services, body.name)
 
     def answer(upload: UploadRow) -> KeptAnswer:
-        return KeptAnswer(
-            status=201, body=upload_view(upload, dict.fromkeys(files, 0)).model_dump(mode="json")
-        )
+        return KeptAnswer(status=201, body=upload_view(upload, {}).model_dump(mode="json"))
 
     return await services.registry.uploads.create(owner.tenant_id, body, files, retry, answer)
 
@@ -61,7 +59,7 @@ async def announce(
 async def show(services: Services, upload: UploadRow) -> UploadView:
     """An upload as it stands. Files of one that has ended are not looked for."""
     if upload.state != "uploading":
-        return upload_view(upload, dict.fromkeys(upload.files, 0))
+        return upload_view(upload, {})
     return upload_view(upload, await asyncio.to_thread(services.uploads.staged.sizes, upload.id))
 
 

@@ -208,7 +208,7 @@ class PlannedAdapters(Body):
     rank: int = Field(ge=1, le=MAX_RANK)
     target_modules: _Targets = Field(default_factory=lambda: [*MODULE_NAMES])
     """`all-linear`, or names of modules."""
-    count: int = Field(1, ge=1, le=MAX_PLANNED)
+    count: int = Field(default=1, ge=1, le=MAX_PLANNED)
 
 
 class AdapterFitBody(Body):
@@ -291,10 +291,10 @@ class VersionBody(Body):
     """A version to come, in whatever way its files come."""
 
     name: str = Field(max_length=512)
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION)
     activate: bool = True
     """Let the plain name mean the version once it is there."""
-    tenant: str | None = Field(None, max_length=512)
+    tenant: str | None = Field(default=None, max_length=512)
     """For admins."""
 
 
@@ -398,7 +398,7 @@ def _alias_view(weights: VersionWeights) -> int | dict[str, int]:
 def upload_view(upload: UploadRow, received: Mapping[str, int]) -> UploadView:
     """An upload's body; `received` has the bytes of each file that lie staged."""
     here = {
-        name: file["size"] if upload.state == "ready" else received[name]
+        name: file["size"] if upload.state == "ready" else received.get(name, 0)
         for name, file in upload.files.items()
     }
     own = {name: getattr(upload, name) for name in UploadView.model_fields if hasattr(upload, name)}

@@ -46,7 +46,7 @@ class StandingClock:
         self.seconds += seconds
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Draft:
     """A version to come."""
 

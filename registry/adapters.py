@@ -219,12 +219,9 @@ class Adapters(Transactions):
         async with self.database.read() as session:
             found = await session.scalars(select(AdapterRow).where(AdapterRow.pinned_copies > 0))
             for adapter in await _records(session, found.all()):
-                for version in set(adapter.aliases.get(names.DEFAULT_ALIAS, ())) - {
-                    adapter.current.version
-                }:
-                    row = await session.get(VersionRow, (adapter.id, version))
-                    pinned += [replace(adapter, current=_version(row))] if row is not None else []
-                pinned.append(adapter)
+                for version in adapter.aliases.get(names.DEFAULT_ALIAS, [adapter.current.version]):
+                    row = await session.get_one(VersionRow, (adapter.id, version))
+                    pinned.append(replace(adapter, current=_version(row)))
         return tuple(
             sorted(pinned, key=lambda adapter: (adapter.current.created_at, adapter.current.digest))
         )
@@ -310,12 +307,7 @@ class Adapters(Transactions):
         """
         async with self._change(self.resolved) as session:
             row = await own_row(session, tenant_id, name)
-            versions = set(
-                await session.scalars(
-                    select(VersionRow.version).where(VersionRow.adapter_id == row.id)
-                )
-            )
-            if version is not None and version not in versions:
+            if version and await session.get(VersionRow, (row.id, version)) is None:
                 raise names.no_such("version", f"{name}@{version}")
             target = name if version is None else f"{name}@{version}"
             audit.add(

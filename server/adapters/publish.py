@@ -17,6 +17,7 @@ from starlette.responses import Response
 from manylora.adapters.blobs.local import BlobWriter
 from manylora.errors import (
     AdapterFormatError,
+    EngineUnavailableError,
     NotFoundError,
     PayloadTooLargeError,
     TimeoutExceededError,
@@ -27,13 +28,16 @@ from manylora.registry.names import NAME_RULE, is_name, no_such
 from manylora.registry.records import Ephemeral, VersionDraft, VersionFacts
 from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.idempotency import idempotent
-from manylora.server.adapters.schemas import VersionBody, adapter_view, residents_now
+from manylora.server.adapters.schemas import Residents, VersionBody, adapter_view
 from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from manylora.server.http.body import STREAM_BYTES, content_length, held_body, read_chunks
 from manylora.server.http.form import read_form
 from manylora.server.http.json_body import validate
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
+
+STATUS_S = 2.0
+"""Longest wait in seconds for the engine's status, where the answer works without it."""
 
 
 async def receive_adapter(request: Request, services: Services, caller: Caller) -> Response:
@@ -163,6 +167,15 @@ async def _check_pinned(
         return
     if adapter.pinned:
         await services.versions.pins.check_pages(adapter, [facts], adapter.pinned_copies)
+
+
+async def residents_now(services: Services) -> Residents:
+    """Ask the engine; while it is away, or busy for longer than `STATUS_S`, no adapter counts as resident."""
+    try:
+        status = await services.engine_status(STATUS_S)
+    except EngineUnavailableError:
+        return {}
+    return {resident.digest: resident for resident in status.residents}
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from manylora.server.adapters.publish import (
     owner_of,
     publish,
     receive_adapter,
+    residents_now,
 )
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
 from manylora.server.auth.callers import (
@@ -108,7 +109,7 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> sch
     """List an adapter's versions, newest first."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
-    residents = await schemas.residents_now(services)
+    residents = await residents_now(services)
     views = [schemas.version_view(adapter, version, residents) for version in versions]
     return schemas.VersionList(data=views, next=None)
 
@@ -131,7 +132,7 @@ async def update_adapter(
         )
     await services.versions.pins.sync()
     pages = await services.uploads.validator.pages(adapter.current)
-    return schemas.adapter_view(adapter, pages, await schemas.residents_now(services))
+    return schemas.adapter_view(adapter, pages, await residents_now(services))
 
 
 @router.delete("/v1/adapters/{name}", status_code=204, response_class=Response)
@@ -244,7 +245,7 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
 
 
 async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[schemas.AdapterView]:
-    residents = await schemas.residents_now(services)
+    residents = await residents_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
     pages = await asyncio.gather(
         *(services.uploads.validator.pages(adapter.current) for adapter in adapters)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from manylora.adapters.ref import AdapterTier, ResidentAdapter
-from manylora.errors import EngineUnavailableError, InvalidRequestError
+from manylora.errors import InvalidRequestError
 from manylora.lora_rows import MAX_RANK
 from manylora.registry.db.models import UploadRow
 from manylora.registry.names import MAX_DESCRIPTION
@@ -24,11 +24,6 @@ from manylora.server.http.bodies import (
     View,
 )
 
-if TYPE_CHECKING:
-    from manylora.server.services import Services
-
-STATUS_S = 2.0
-"""Longest wait in seconds for the engine's status, where the answer works without it."""
 MAX_COPIES = 1000
 """Most servers on which an adapter may be pinned."""
 Residents = Mapping[str, ResidentAdapter]
@@ -331,15 +326,6 @@ class UnloadBody(Body):
     lora_name: str = Field(min_length=1, max_length=512)
     lora_int_id: int | None = None
     """Names decide; the number is not looked at."""
-
-
-async def residents_now(services: Services) -> Residents:
-    """Ask the engine; while it is away, or busy for longer than `STATUS_S`, no adapter counts as resident."""
-    try:
-        status = await services.engine_status(STATUS_S)
-    except EngineUnavailableError:
-        return {}
-    return {resident.digest: resident for resident in status.residents}
 
 
 def adapter_view(

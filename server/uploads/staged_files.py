@@ -110,9 +110,10 @@ class StagedFiles:
             ConflictError: It does not end there, or came in too many small pieces; codes upload.offset_mismatch,
                 upload.too_many_pieces.
         """
-        if offset is None:
-            self.delete(upload_id, name)
         pieces = self._pieces(upload_id)[name]
+        if offset is None:
+            self._store.delete([piece.key for piece in pieces])
+            pieces = []
         end = offset or 0
         received = _chain(pieces)[1]
         if end != received:

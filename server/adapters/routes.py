@@ -273,7 +273,7 @@ async def _check_pin(
 
 async def _stored_item(services: Services, caller: Caller, selector: str) -> schemas.AdapterFitItem:
     try:
-        model = await services.versions.names.resolve(caller.tenant_id, selector)
+        model = await services.models.resolve(caller.tenant_id, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter = model.adapter

@@ -24,7 +24,7 @@ from manylora.errors import (
 from manylora.registry.names import model_not_found
 from manylora.registry.records import Removed
 from manylora.server.process.threads import cancel_all, in_thread
-from manylora.server.versions.names import ResolvedModel
+from manylora.server.versions.resolved_model import ResolvedModel
 
 if TYPE_CHECKING:
     from manylora.adapters.blobs.memory import MemoryBlobs

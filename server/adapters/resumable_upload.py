@@ -7,7 +7,6 @@ the version.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 
@@ -60,7 +59,7 @@ async def show(services: Services, upload: UploadRow) -> UploadView:
     """An upload as it stands. Files of one that has ended are not looked for."""
     if upload.state != "uploading":
         return upload_view(upload, {})
-    return upload_view(upload, await asyncio.to_thread(services.uploads.staged.sizes, upload.id))
+    return upload_view(upload, await in_thread(services.uploads.staged.sizes, upload.id))
 
 
 async def receive_file(
@@ -132,9 +131,9 @@ async def complete(
             await services.registry.uploads.reject(
                 upload.tenant_id, upload.id, error_body(error)["error"]
             )
-            await asyncio.to_thread(services.uploads.staged.delete, upload.id)
+            await in_thread(services.uploads.staged.delete, upload.id)
             raise
-    await asyncio.to_thread(services.uploads.staged.delete, upload.id)
+    await in_thread(services.uploads.staged.delete, upload.id)
     return made
 
 

@@ -6,7 +6,6 @@ nothing of it is needed after one.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from manylora.errors import BusyError, RateLimitError
+from manylora.server.process.threads import in_thread
 
 if TYPE_CHECKING:
     from manylora.server.uploads.staged_files import StagedFiles
@@ -83,11 +83,11 @@ class Uploads:
             Number of uploads whose files were deleted.
         """
         # First the files, then the rows: files are made after their row.
-        staged = await asyncio.to_thread(self.staged.ids)
+        staged = await in_thread(self.staged.ids)
         gone = set(staged) - await open_ids()
         doomed = gone - {upload_id for _, upload_id, _ in self._taken}
         for upload_id in doomed:
-            await asyncio.to_thread(self.staged.delete, upload_id)
+            await in_thread(self.staged.delete, upload_id)
         return len(doomed)
 
     @contextmanager

@@ -6,11 +6,11 @@ Every method takes the id of a tenant and finds only its adapters: another tenan
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 
-from sqlalchemy import Select, and_, func, or_, select, tuple_
+from sqlalchemy import and_, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -27,7 +27,6 @@ from manylora.registry.aliases import (
 from manylora.registry.audit import ADMIN
 from manylora.registry.cache import ReadThroughCache, Transactions
 from manylora.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
-from manylora.registry.publication import Publication
 from manylora.registry.records import (
     Adapter,
     AdapterIdentity,
@@ -36,11 +35,13 @@ from manylora.registry.records import (
     Page,
     Removed,
     Resolution,
+    VersionDraft,
     VersionFacts,
     VersionWeights,
     to_record,
 )
 from manylora.registry.removal import CHUNK, mark, remove_versions, unreferenced_blobs
+from manylora.registry.uploads import Publication
 
 
 @dataclass(eq=False)
@@ -54,21 +55,20 @@ class Adapters(Transactions):
     async def publishing(
         self,
         tenant_id: str,
-        name: str,
+        draft: VersionDraft,
         facts: VersionFacts,
-        description: str | None = None,
-        activate: bool = True,
         *,
         life: Ephemeral | None = None,
         actor: str = ADMIN,
     ) -> AsyncIterator[Publication]:
         """Make an upload the adapter's next version, and the adapter itself if it is its first, when the block ends.
 
-        An upload with the digest of a living version of this adapter is that version. With `activate` the alias
+        An upload with the digest of a living version of this adapter is that version. With `draft.activate` the alias
         `default` moves to the version, whether new or not, unless it splits its requests among versions. A description
-        of None leaves the old one. With `life` the version is ephemeral, and may supersede older ones.
+        of None leaves the old one. An upload in pieces ends with its version. With `life` the version is ephemeral, and
+        may supersede older ones.
 
-        In the block, check the limits and then make the blob durable: nothing is to be refused after it.
+        In the block, `keep` the answer and then make the blob durable: nothing is to be refused after it.
 
         Raises:
             NotFoundError: There is no such tenant.
@@ -76,6 +76,7 @@ class Adapters(Transactions):
             ForbiddenError: The tenant may not store as much; codes quota.*.
             ConflictError: With `activate`, and `default` is split; code upload.ends_split.
         """
+        name = draft.name
         names.check_name(name, "name")
         now = self.clock()
         async with self._change(self.resolved) as session:
@@ -98,9 +99,9 @@ class Adapters(Transactions):
                     created_at=now,
                 )
                 session.add(row)
-            if description is not None:
+            if draft.description is not None:
                 row.description = names.check_text(
-                    description, "description", names.MAX_DESCRIPTION
+                    draft.description, "description", names.MAX_DESCRIPTION
                 )
             same = select(VersionRow).where(
                 VersionRow.adapter_id == row.id, VersionRow.digest == facts.digest
@@ -119,42 +120,58 @@ class Adapters(Transactions):
                 row.next_version += 1
                 session.add(version)
             await session.flush()
-            if activate:
+            if draft.activate:
                 await check_not_split(session, row.id)
                 await point_aliases(session, row.id, {names.DEFAULT_ALIAS: version.version})
             removed = await mark(session, version, life, is_new=is_new)
             (adapter,) = await _records(session, [row])
             adapter = replace(adapter, current=_version(version))
-            detail = {"digest": version.digest, "activate": activate}
-            target = f"{name}@{version.version}"
             audit.add(
-                session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail
+                session,
+                now,
+                actor,
+                "adapter.publish",
+                tenant=owner.name,
+                target=f"{name}@{version.version}",
+                digest=version.digest,
+                activate=draft.activate,
             )
-            made = Publication(session, adapter, is_new, now, removed)
-            yield made
-            if not made.is_checked:
-                await made.check_limits()
+            yield Publication(
+                session=session,
+                now=now,
+                draft=draft,
+                adapter=adapter,
+                is_new=is_new,
+                removed=removed,
+            )
 
     async def list_adapters(
-        self, tenant_id: str, after: str | None = None, limit: int = 100
+        self, tenant_id: str | None, after: str | None = None, limit: int = 100
     ) -> Page[Adapter]:
-        """A tenant's own adapters by name; those after the name `after`."""
-        statement = (
-            select(AdapterRow).where(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
-        )
-        if after is not None:
-            statement = statement.where(AdapterRow.name > names.check_text(after, "after", 63))
-        return await self._page(statement, limit, lambda adapter: adapter.name)
+        """A tenant's own adapters by name, or with None all tenants' by tenant and name; for admins only.
 
-    async def list_every_adapter(self, after: str | None = None, limit: int = 100) -> Page[Adapter]:
-        """All tenants' adapters by tenant and name; those after `tenant/name`. For admins only."""
+        Args:
+            tenant_id: The tenant.
+            after: Lists those after this name, or for all tenants after `tenant/name`.
+            limit: Largest number of adapters.
+        """
         order = (TenantRow.name, AdapterRow.name)
-        statement = select(AdapterRow).join(TenantRow).order_by(*order)
+        found = select(AdapterRow).join(TenantRow).order_by(*order).limit(limit + 1)
+        if tenant_id is not None:
+            found = found.where(AdapterRow.tenant_id == tenant_id)
         if after is not None:
             tenant, _, name = names.check_text(after, "after", 127).partition("/")
-            statement = statement.where(tuple_(*order) > tuple_(tenant, name))
-        return await self._page(
-            statement, limit, lambda adapter: f"{adapter.tenant}/{adapter.name}"
+            found = found.where(
+                tuple_(*order) > tuple_(tenant, name)
+                if tenant_id is None
+                else AdapterRow.name > after
+            )
+        async with self.database.read() as session:
+            listed = await _records(session, (await session.scalars(found)).all())
+        return Page.of(
+            listed,
+            limit,
+            lambda last: f"{last.tenant}/{last.name}" if tenant_id is None else last.name,
         )
 
     async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
@@ -202,12 +219,9 @@ class Adapters(Transactions):
         async with self.database.read() as session:
             found = await session.scalars(select(AdapterRow).where(AdapterRow.pinned_copies > 0))
             for adapter in await _records(session, found.all()):
-                for version in set(adapter.aliases.get(names.DEFAULT_ALIAS, ())) - {
-                    adapter.current.version
-                }:
-                    row = await session.get(VersionRow, (adapter.id, version))
-                    pinned += [replace(adapter, current=_version(row))] if row is not None else []
-                pinned.append(adapter)
+                for version in adapter.aliases.get(names.DEFAULT_ALIAS, [adapter.current.version]):
+                    row = await session.get_one(VersionRow, (adapter.id, version))
+                    pinned.append(replace(adapter, current=_version(row)))
         return tuple(
             sorted(pinned, key=lambda adapter: (adapter.current.created_at, adapter.current.digest))
         )
@@ -265,7 +279,6 @@ class Adapters(Transactions):
                 row.pinned_copies = pinned_copies
             await point_aliases(session, row.id, aliases or {})
             await session.flush()
-            detail = {"pinned_copies": pinned_copies, "aliases": dict(aliases) if aliases else None}
             audit.add(
                 session,
                 self.clock(),
@@ -273,7 +286,8 @@ class Adapters(Transactions):
                 "adapter.update",
                 tenant=row.tenant,
                 target=name,
-                **detail,
+                pinned_copies=pinned_copies,
+                aliases=dict(aliases) if aliases else None,
             )
             return (await _records(session, [row]))[0]
 
@@ -293,12 +307,7 @@ class Adapters(Transactions):
         """
         async with self._change(self.resolved) as session:
             row = await own_row(session, tenant_id, name)
-            versions = set(
-                await session.scalars(
-                    select(VersionRow.version).where(VersionRow.adapter_id == row.id)
-                )
-            )
-            if version is not None and version not in versions:
+            if version and await session.get(VersionRow, (row.id, version)) is None:
                 raise names.no_such("version", f"{name}@{version}")
             target = name if version is None else f"{name}@{version}"
             audit.add(
@@ -357,14 +366,6 @@ class Adapters(Transactions):
         return to_record(AdapterIdentity, found[0][0]), [
             (_version(version), weight) for _, version, weight in found
         ]
-
-    async def _page(
-        self, statement: Select[AdapterRow], limit: int, cursor: Callable[[Adapter], str]
-    ) -> Page[Adapter]:
-        """The first page of a listing."""
-        async with self.database.read() as session:
-            rows = await session.scalars(statement.limit(limit + 1))
-            return Page.of(await _records(session, rows.all()), limit, cursor)
 
 
 async def own_row(session: AsyncSession, tenant_id: str, name: str) -> AdapterRow:

@@ -12,9 +12,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, delete, func, or_, select, update
+from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.config import BatchConfig
@@ -32,7 +32,6 @@ KEPT = timedelta(days=30)
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that still need their input."""
 Purpose = Literal["batch", "batch_output"]
-RowT = TypeVar("RowT", FileRow, BatchRow)
 
 
 class Files(Transactions):
@@ -74,11 +73,12 @@ class Files(Transactions):
         self, tenant_id: str, purpose: str | None, after: str | None, limit: int
     ) -> Page[FileRow]:
         """A tenant's files, newest first; those older than the one with the id `after`."""
-        wanted = [FileRow.expires_at > to_seconds(self.clock())]
+        own = select(FileRow).where(
+            FileRow.tenant_id == tenant_id, FileRow.expires_at > to_seconds(self.clock())
+        )
         if purpose is not None:
-            wanted.append(FileRow.purpose == check_text(purpose, "purpose", 64))
-        async with self.database.read() as session:
-            return await newest_first(session, FileRow, tenant_id, after, limit, *wanted)
+            own = own.where(FileRow.purpose == check_text(purpose, "purpose", 64))
+        return await self._page(own, FileRow.id, after, limit, newest_first=True)
 
     async def delete(self, tenant_id: str, file_id: str) -> FileRow:
         """Forget a file; the caller deletes the blob, if nothing else refers to it.
@@ -131,26 +131,6 @@ async def file_row(session: AsyncSession, tenant_id: str, file_id: str, now: dat
     if row is None or row.tenant_id != tenant_id or row.expires_at <= to_seconds(now):
         raise NotFoundError("There is no such file.")
     return row
-
-
-async def newest_first(
-    session: AsyncSession,
-    table: type[RowT],
-    tenant_id: str,
-    after: str | None,
-    limit: int,
-    *where: ColumnElement[bool],
-) -> Page[RowT]:
-    """A tenant's rows whose ids begin with the time; those older than the one with the id `after`."""
-    own = (
-        select(table)
-        .where(table.tenant_id == tenant_id, *where)
-        .order_by(table.id.desc())
-        .limit(limit + 1)
-    )
-    if after is not None:
-        own = own.where(table.id < check_text(after, "after", 64))
-    return Page.of((await session.scalars(own)).all(), limit, lambda row: row.id)
 
 
 async def _bytes_left(
@@ -209,18 +189,16 @@ class Batches(Transactions):
         key_id: str | None,
         input_file_id: str,
         endpoint: str,
-        labels: Mapping[str, str],
+        labels: dict[str, str],
     ) -> BatchRow:
         """Ask for a batch; some server runs it.
 
         Raises:
             NotFoundError: The tenant has no such file.
-            InvalidRequestError: The file is no input, or `labels` cannot be stored.
+            InvalidRequestError: The file is no input.
             ConflictError: The tenant has too many batches open; code batch.too_many_open.
         """
         now = self.clock()
-        for text in (*labels, *labels.values()):
-            check_text(text, "metadata", 512)
         async with self.database.write() as session:
             file = await file_row(session, tenant_id, input_file_id, now)
             if file.purpose != "batch":
@@ -238,7 +216,7 @@ class Batches(Transactions):
                 endpoint=endpoint,
                 input_file_id=file.id,
                 input_sha256=file.sha256,
-                labels=dict(labels) or None,
+                labels=labels or None,
                 status="validating",
                 created_at=to_seconds(now),
                 expires_at=to_seconds(now + WINDOW),
@@ -264,8 +242,8 @@ class Batches(Transactions):
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[BatchRow]:
         """A tenant's batches, newest first; those older than the one with the id `after`."""
-        async with self.database.read() as session:
-            return await newest_first(session, BatchRow, tenant_id, after, limit)
+        own = select(BatchRow).where(BatchRow.tenant_id == tenant_id)
+        return await self._page(own, BatchRow.id, after, limit, newest_first=True)
 
     async def cancel(self, tenant_id: str, batch_id: str) -> BatchRow:
         """End a batch early; cancelling it again changes nothing.

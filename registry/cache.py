@@ -17,11 +17,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from sqlalchemy import Select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from manylora.errors import CapacityError, ManyloraError
 from manylora.registry.db.clock import Clock
 from manylora.registry.db.database import Database, unavailable
+from manylora.registry.names import check_text
+from manylora.registry.records import Page
 
 MAX_ENTRIES = 10_000
 """Answers of one map; when there would be more, all are dropped."""
@@ -36,6 +40,7 @@ PATIENCE_S = 2.0
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
+RowT = TypeVar("RowT")
 
 
 class Changes:
@@ -210,3 +215,20 @@ class Transactions:
             # Also when the caller is cancelled: the change may have been committed.
             for answers in touched if has_begun else ():
                 answers.forget()
+
+    async def _page(
+        self,
+        own: Select[RowT],
+        key: InstrumentedAttribute[str],
+        after: str | None,
+        limit: int,
+        *,
+        newest_first: bool = False,
+    ) -> Page[RowT]:
+        """Rows in the order of `key`; those behind the one whose key is `after`."""
+        if after is not None:
+            last = check_text(after, "after", 64)
+            own = own.where(key < last if newest_first else key > last)
+        in_order = own.order_by(key.desc() if newest_first else key).limit(limit + 1)
+        rows = [row for (row,) in await self.database.rows(in_order)]
+        return Page.of(rows, limit, lambda row: str(getattr(row, key.key)))

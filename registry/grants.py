@@ -75,7 +75,6 @@ class Grants(Transactions):
                 row = GrantRow(**key, tenant=other.name, created_at=self.clock())
                 session.add(row)
                 await session.flush()
-            detail = {"grantee": other.name, "version": version}
             audit.add(
                 session,
                 self.clock(),
@@ -83,7 +82,8 @@ class Grants(Transactions):
                 "adapter.grant",
                 tenant=adapter.tenant,
                 target=name,
-                **detail,
+                grantee=other.name,
+                version=version,
             )
             return row, is_new
 
@@ -109,7 +109,6 @@ class Grants(Transactions):
                 granted = name if version is None else f"{name}@{version}"
                 raise NotFoundError(f"`{granted}` is not granted to `{other.name}`.")
             await session.delete(row)
-            detail = {"grantee": grantee, "version": version}
             audit.add(
                 session,
                 self.clock(),
@@ -117,7 +116,8 @@ class Grants(Transactions):
                 "adapter.withdraw",
                 tenant=adapter.tenant,
                 target=name,
-                **detail,
+                grantee=grantee,
+                version=version,
             )
 
 

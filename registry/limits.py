@@ -74,10 +74,10 @@ UPLOADING = "uploading"
 """State of an upload in pieces that still reserves storage, until it expires."""
 
 
-async def storage_left(session: AsyncSession, tenant_id: str, now: datetime) -> int | None:
-    """Bytes that the tenant may still store, below 0 when there are too many; None without a limit."""
-    limit = await _limit(session, tenant_id, "stored_bytes")
-    return None if limit is None else limit - await stored_bytes(session, tenant_id, now)
+async def limits_of(session: AsyncSession, tenant_id: str) -> Limits:
+    """The tenant's limits."""
+    found = await session.scalar(select(TenantRow.limits).where(TenantRow.id == tenant_id))
+    return Limits(**(found or {}))
 
 
 async def stored_bytes(session: AsyncSession, tenant_id: str, now: datetime) -> int:
@@ -96,50 +96,44 @@ async def count_adapters(session: AsyncSession, tenant_id: str) -> int:
     return int(await session.scalar(owned) or 0)
 
 
-async def check_storage(session: AsyncSession, tenant_id: str, now: datetime) -> None:
-    """Return if what the tenant stores and has reserved is within its limit.
+async def check_storage(
+    session: AsyncSession,
+    tenant_id: str,
+    now: datetime,
+    *,
+    pages: int | None = None,
+    new_adapters: int | None = None,
+) -> None:
+    """Return if the tenant is within its limits on storage.
+
+    Args:
+        session: The transaction.
+        tenant_id: The tenant.
+        now: The present moment; uploads that have expired reserve nothing.
+        pages: Pages that its next version takes on the device; None is unknown.
+        new_adapters: Adapters that are to come besides those it has; None does not count adapters.
 
     Raises:
-        ForbiddenError: Code quota.storage.
+        ForbiddenError: Codes quota.adapter_memory, quota.storage, quota.adapters.
     """
-    left = await storage_left(session, tenant_id, now)
-    if left is not None and left < 0:
-        raise no_storage()
-
-
-async def check_adapters(session: AsyncSession, tenant_id: str, to_come: int = 0) -> None:
-    """Return if the tenant's adapters, with those `to_come`, are within its limit.
-
-    Raises:
-        ForbiddenError: Code quota.adapters.
-    """
-    limit = await _limit(session, tenant_id, "adapters")
-    if limit is not None and await count_adapters(session, tenant_id) + to_come > limit:
-        message = f"The tenant may have {limit} adapters; delete one first."
-        raise ForbiddenError(message, code="quota.adapters", param="name")
-
-
-async def check_pages(session: AsyncSession, tenant_id: str, pages: int) -> None:
-    """Return if one adapter may take `pages` pages on the device.
-
-    Raises:
-        ForbiddenError: Code quota.adapter_memory.
-    """
-    limit = await _limit(session, tenant_id, "adapter_pages")
-    if limit is not None and pages > limit:
+    limits = await limits_of(session, tenant_id)
+    if pages is not None and limits.adapter_pages is not None and pages > limits.adapter_pages:
         raise ForbiddenError(
-            f"The adapter takes {pages} pages on the device, and the tenant's adapters may take {limit} each. Use "
-            "a smaller rank or fewer target modules.",
+            f"The adapter takes {pages} pages on the device, and the tenant's adapters may take "
+            f"{limits.adapter_pages} each. Use a smaller rank or fewer target modules.",
             code="quota.adapter_memory",
         )
+    most_bytes = limits.stored_bytes
+    if most_bytes is not None and await stored_bytes(session, tenant_id, now) > most_bytes:
+        raise no_storage()
+    if new_adapters is None or limits.adapters is None:
+        return
+    if await count_adapters(session, tenant_id) + new_adapters > limits.adapters:
+        message = f"The tenant may have {limits.adapters} adapters; delete one first."
+        raise ForbiddenError(message, code="quota.adapters", param="name")
 
 
 def no_storage() -> ForbiddenError:
     """The refusal of an upload for which no storage is left."""
     message = "The upload would exceed the bytes that the tenant may store; delete versions or uploads first."
     return ForbiddenError(message, code="quota.storage")
-
-
-async def _limit(session: AsyncSession, tenant_id: str, name: str) -> int | None:
-    limits = await session.scalar(select(TenantRow.limits).where(TenantRow.id == tenant_id))
-    return (limits or {}).get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from zoneinfo import ZoneInfo
 
 from manylora.adapters.ref import AdapterRef, LoraSpec
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 Scope = Literal["infer", "adapters", "usage"]
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
 SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
-
-UploadState = Literal["uploading", "ready", "rejected"]
 
 Bucket = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant", "adapter", "version", "key", "status", "service_class"]
@@ -182,39 +181,13 @@ class Adapter(AdapterIdentity):
         return self.pinned_copies > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileFacts:
-    """A file as its sender announced it."""
-
-    size: int
-    """Bytes."""
-    sha256: str
-    """64 hex digits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadDraft:
-    """Version to come of an upload in pieces."""
+class VersionDraft(Protocol):
+    """A version to come, as its sender describes it; a body of a request or the row of an upload."""
 
     name: str
     description: str | None
     activate: bool
-    files: Mapping[str, FileFacts]
-    """Files by the names that PEFT gives to config and weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Upload(UploadDraft):
-    """An upload in pieces."""
-
-    id: str
-    tenant_id: str
-    tenant: str
-    state: UploadState
-    result: Mapping[str, Any] | None
-    """End of the upload: the adapter's body, or the error."""
-    created_at: datetime
-    expires_at: datetime
+    """True if the alias `default` moves to it."""
 
 
 Resolution = tuple[AdapterIdentity, Sequence[tuple[AdapterVersion, int]]]

@@ -16,7 +16,7 @@ from typing import Literal
 from sqlalchemy import delete, select
 
 from manylora.registry.db.clock import from_micros
-from manylora.registry.db.database import Database, database_us, insert_into
+from manylora.registry.db.database import Database, database_us
 from manylora.registry.db.models import ServerRow
 from manylora.registry.records import to_record
 
@@ -60,11 +60,7 @@ class Servers:
             before = await session.scalar(
                 select(ServerRow.boot_id).where(ServerRow.name == server.name)
             )
-            values = {**asdict(server), "seen_at": now}
-            row = insert_into(session, ServerRow).values(**values)
-            await session.execute(
-                row.on_conflict_do_update(index_elements=[ServerRow.name], set_=values)
-            )
+            await session.merge(ServerRow(**asdict(server), seen_at=now))
             await session.execute(delete(ServerRow).where(ServerRow.seen_at < now - 2 * GONE))
         return before
 

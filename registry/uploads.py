@@ -1,13 +1,14 @@
-"""Uploads in pieces.
+"""Uploads in pieces, and the transaction in which any upload ends as a version.
 
-An upload is announced, filled file by file, and becomes a version, is rejected, or is deleted after 24 hours. The bytes
-are staged by the server. Another tenant's upload looks like one that does not exist.
+An upload in pieces is announced, filled file by file, and becomes a version, is rejected, or is deleted after 24 hours.
+The bytes are staged by the server. Another tenant's upload looks like one that does not exist.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -19,22 +20,22 @@ from manylora.registry.aliases import check_not_split
 from manylora.registry.cache import Transactions
 from manylora.registry.db.clock import to_micros
 from manylora.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
-from manylora.registry.idempotency import KEPT, KeptAnswer, Retry, find_answer, keep_answer
-from manylora.registry.limits import UPLOADING, check_adapters, check_storage, storage_left
+from manylora.registry.idempotency import (
+    KEPT,
+    AnsweredBeforeError,
+    KeptAnswer,
+    Retry,
+    find_answer,
+    keep_answer,
+)
+from manylora.registry.limits import UPLOADING, check_storage, limits_of, stored_bytes
 from manylora.registry.names import (
     MAX_DESCRIPTION,
     check_name,
     check_text,
     no_such,
 )
-from manylora.registry.records import (
-    WEIGHTS_FILE,
-    FileFacts,
-    Page,
-    Upload,
-    UploadDraft,
-    to_record,
-)
+from manylora.registry.records import WEIGHTS_FILE, Adapter, Page, Removed, VersionDraft
 
 LIFETIME = timedelta(hours=24)
 MAX_OPEN = 100
@@ -60,12 +61,11 @@ class Uploads(Transactions):
         nothing, but must be read to be recognised.
         """
         async with self.database.read() as session:
-            left = await storage_left(session, tenant_id, self.clock())
-            if (
-                left is None
-                or key is None
-                or await session.get(IdempotencyRow, (tenant_id, key)) is None
-            ):
+            most = (await limits_of(session, tenant_id)).stored_bytes
+            if most is None:
+                return None
+            left = most - await stored_bytes(session, tenant_id, self.clock())
+            if key is None or await session.get(IdempotencyRow, (tenant_id, key)) is None:
                 return left
             own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id)
             largest = select(func.max(VersionRow.size_bytes)).where(VersionRow.adapter_id.in_(own))
@@ -74,10 +74,10 @@ class Uploads(Transactions):
     async def create(
         self,
         tenant_id: str,
-        draft: UploadDraft,
-        key_id: str | None,
+        draft: VersionDraft,
+        files: dict[str, dict[str, Any]],
         retry: Retry | None,
-        answer: Callable[[Upload], KeptAnswer],
+        answer: Callable[[UploadRow], KeptAnswer],
     ) -> KeptAnswer:
         """Announce an upload. It reserves its storage until it ends.
 
@@ -96,21 +96,24 @@ class Uploads(Transactions):
             owner = await session.get(TenantRow, tenant_id)
             if owner is None:
                 raise no_such("tenant", tenant_id)
-            await _check_open(session, tenant_id, now)
+            is_open = (
+                UploadRow.tenant_id == tenant_id,
+                UploadRow.state == UPLOADING,
+                UploadRow.expires_at > now,
+            )
+            if (await session.scalar(select(func.count()).where(*is_open)) or 0) >= MAX_OPEN:
+                message = f"A tenant may have {MAX_OPEN} uploads open; complete or delete one."
+                raise ConflictError(message, code="upload.too_many_open")
             row = UploadRow(
                 # Ids begin with the time: their order is that of the uploads.
                 id=f"upl_{to_micros(now):014x}{secrets.token_hex(6)}",
                 tenant_id=tenant_id,
                 tenant=owner.name,
-                key_id=key_id or "",
                 name=draft.name,
                 description=draft.description,
                 activate=draft.activate,
-                manifest={
-                    name: {"size": file.size, "sha256": file.sha256}
-                    for name, file in draft.files.items()
-                },
-                size_bytes=draft.files[WEIGHTS_FILE].size,
+                files=files,
+                size_bytes=files[WEIGHTS_FILE]["size"],
                 state=UPLOADING,
                 result=None,
                 created_at=now,
@@ -118,39 +121,34 @@ class Uploads(Transactions):
             )
             session.add(row)
             await session.flush()
-            made = answer(_record(row))
+            made = answer(row)
             if retry is not None:
                 await keep_answer(session, tenant_id, retry, made, now)
-            await check_storage(session, tenant_id, now)
             known = select(AdapterRow.id).where(
                 AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name
             )
             adapter_id = await session.scalar(known)
-            if adapter_id is None:
-                await check_adapters(session, tenant_id, to_come=1)
-            elif draft.activate:
+            to_come = 1 if adapter_id is None else None
+            await check_storage(session, tenant_id, now, new_adapters=to_come)
+            if adapter_id is not None and draft.activate:
                 await check_not_split(session, adapter_id)
         return made
 
-    async def get(self, tenant_id: str, upload_id: str) -> Upload:
+    async def get(self, tenant_id: str, upload_id: str) -> UploadRow:
         """One of a tenant's uploads.
 
         Raises:
             NotFoundError: The tenant has none of this id, or it has expired.
         """
         async with self.database.read() as session:
-            return _record(await upload_row(session, tenant_id, upload_id, self.clock()))
+            return await _upload_row(session, tenant_id, upload_id, self.clock())
 
-    async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
+    async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[UploadRow]:
         """A tenant's uploads, oldest first; those after the one with the id `after`."""
         own = select(UploadRow).where(
             UploadRow.tenant_id == tenant_id, UploadRow.expires_at > self.clock()
         )
-        if after is not None:
-            own = own.where(UploadRow.id > check_text(after, "after", 64))
-        async with self.database.read() as session:
-            rows = (await session.scalars(own.order_by(UploadRow.id).limit(limit + 1))).all()
-            return Page.of([_record(row) for row in rows], limit, lambda upload: upload.id)
+        return await self._page(own, UploadRow.id, after, limit)
 
     async def reject(self, tenant_id: str, upload_id: str, error: Mapping[str, Any]) -> None:
         """End an upload whose adapter was refused; `error` says why. Does nothing where it has ended already."""
@@ -167,7 +165,7 @@ class Uploads(Transactions):
             NotFoundError: The tenant has none of this id.
         """
         async with self.database.write() as session:
-            await session.delete(await upload_row(session, tenant_id, upload_id, self.clock()))
+            await session.delete(await _upload_row(session, tenant_id, upload_id, self.clock()))
 
     async def forget_old(self) -> tuple[int, int]:
         """Delete expired uploads and answers; returns how many of each."""
@@ -191,16 +189,7 @@ class Uploads(Transactions):
         )
 
 
-async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> None:
-    own = select(UploadRow.id).where(
-        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > now
-    )
-    if len((await session.scalars(own.limit(MAX_OPEN))).all()) == MAX_OPEN:
-        message = f"A tenant may have {MAX_OPEN} uploads open; complete or delete one."
-        raise ConflictError(message, code="upload.too_many_open")
-
-
-async def upload_row(
+async def _upload_row(
     session: AsyncSession, tenant_id: str, upload_id: str, now: datetime
 ) -> UploadRow:
     """The row of one of a tenant's uploads.
@@ -215,7 +204,50 @@ async def upload_row(
     return row
 
 
-def _record(row: UploadRow) -> Upload:
-    return to_record(
-        Upload, row, files={name: FileFacts(**facts) for name, facts in row.manifest.items()}
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """A version in the transaction that publishes it."""
+
+    session: AsyncSession
+    now: datetime
+    draft: VersionDraft
+    adapter: Adapter
+    """With the version as `current`."""
+    is_new: bool
+    """True if the adapter had no version with this digest."""
+    removed: Removed
+    """Content of older ephemeral versions that went, to which nothing refers any more."""
+
+    async def keep(
+        self, answer: KeptAnswer, pages: int | None = None, retry: Retry | None = None
+    ) -> None:
+        """Let an upload in pieces end, keep the answer, and then hold a new version against the tenant's limits.
+
+        Args:
+            answer: What the client is answered.
+            pages: Device pages that the version takes; None is unknown.
+            retry: The Idempotency-Key under which the answer is kept.
+
+        Raises:
+            AnsweredBeforeError: The same change was made before.
+            NotFoundError: The upload is gone.
+            ConflictError: The upload was rejected; code upload.ended.
+            ForbiddenError: Codes quota.storage, quota.adapters, quota.adapter_memory.
+        """
+        tenant_id = self.adapter.tenant_id
+        if isinstance(self.draft, UploadRow):
+            row = await _upload_row(self.session, tenant_id, self.draft.id, self.now)
+            if row.state == "ready":
+                raise AnsweredBeforeError(KeptAnswer(status=200, body=row.result or {}))
+            if row.state != UPLOADING:
+                raise ConflictError("The upload has ended; make a new one.", code="upload.ended")
+            row.state = "ready"
+            row.result = dict(answer.body)
+            await self.session.flush()
+        if retry is not None:
+            await keep_answer(self.session, tenant_id, retry, answer, self.now)
+        if self.is_new:
+            counted = 0 if self.adapter.current.version == 1 else None
+            await check_storage(
+                self.session, tenant_id, self.now, pages=pages, new_adapters=counted
+            )

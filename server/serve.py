@@ -44,8 +44,7 @@ from manylora.server.uploads.staged_files import open_staged
 from manylora.server.uploads.uploads import Uploads
 from manylora.server.uploads.validation import AdapterValidator
 from manylora.server.usage.price_file import read_prices
-from manylora.server.versions.garbage import BlobGarbage, Sweeper
-from manylora.server.versions.memory import EphemeralWeights
+from manylora.server.versions.garbage import BlobGarbage, EphemeralWeights, Sweeper
 from manylora.server.versions.names import ModelNames
 from manylora.server.versions.pins import PinKeeper
 
@@ -217,11 +216,9 @@ def gate_of(config: Config, engine: EngineClient, metrics: Metrics) -> Gate:
 
 def sweeper_of(services: Services) -> Sweeper:
     """The sweeper of a server's leftovers."""
-    open_ids = services.registry.uploads.open_ids
     return Sweeper(
-        services.versions.garbage,
-        services.server_name,
-        partial(services.uploads.sweep, open_ids),
+        garbage=services.versions.garbage,
+        sweep_staged=partial(services.uploads.sweep, services.registry.uploads.open_ids),
         owns_store=services.config.registry.blob_url is None,
     )
 

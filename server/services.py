@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from manylora.engine.status import EngineStatus
     from manylora.registry.registry import Registry
     from manylora.server.uploads.uploads import Uploads
-    from manylora.server.versions.garbage import BlobGarbage
-    from manylora.server.versions.memory import EphemeralWeights
+    from manylora.server.versions.garbage import BlobGarbage, EphemeralWeights
     from manylora.server.versions.pins import PinKeeper
 
 STATUS_S = 10.0

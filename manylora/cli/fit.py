@@ -11,10 +11,10 @@ from manylora.cli.adapter import refusals
 from manylora.cli.config import GivenSettings, settings_command
 from manylora.cli.options import JSON, fail
 from manylora.cli.table import print_table, show
-from manylora.kernels.weight_format import number_format
 
 if TYPE_CHECKING:
-    from manylora.server.adapters.offline_fit import PlannedCapacity
+    from manylora.config import Config
+    from manylora.engine.status import EngineReady
     from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
@@ -59,7 +59,7 @@ def fit(
     take turns.
     """
     from manylora.server.adapters.fit import find_fit
-    from manylora.server.adapters.offline_fit import plan_capacity
+    from manylora.server.adapters.offline_fit import planned_engine
     from manylora.server.adapters.schemas import MAX_PLANNED
 
     if not adapters and not ranks:
@@ -67,20 +67,22 @@ def fit(
     if not 1 <= count <= MAX_PLANNED:
         fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.")
     modules = _modules(targets)
-    planned = plan_capacity(given.load(), free_gib)
-    items = [_on_disk(path, planned, as_json) for path in adapters or []]
-    items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
-    found = find_fit(items, planned.capacity)
-    _show(found, planned, as_json)
+    config = given.load()
+    ready = planned_engine(config, free_gib)
+    items = [_on_disk(path, ready, as_json) for path in adapters or []]
+    items += [_to_come(rank, modules, count, ready) for rank in ranks or []]
+    found = find_fit(items, ready)
+    advice = None if found.fits else _advice(found, ready, config, free_gib)
+    _show(found, ready, advice, as_json)
     raise typer.Exit(int(not found.fits))
 
 
 def _modules(targets: str) -> list[str]:
-    """Names of modules; an empty list means all."""
+    """Names of modules."""
     from manylora.server.http.bodies import ALL_LINEAR, MODULE_NAMES
 
     if targets in ("all", ALL_LINEAR):
-        return []
+        return [*MODULE_NAMES]
     names = [name.removesuffix("_proj") + "_proj" for name in targets.split(",")]
     if not set(names) <= set(MODULE_NAMES):
         known = ", ".join(name.removesuffix("_proj") for name in MODULE_NAMES)
@@ -88,56 +90,51 @@ def _modules(targets: str) -> list[str]:
     return names
 
 
-def _on_disk(path: Path, planned: PlannedCapacity, as_json: bool) -> AdapterFitItem:
+def _on_disk(path: Path, ready: EngineReady, as_json: bool) -> AdapterFitItem:
     from manylora.adapters.checkpoint.folder import adapter_files
     from manylora.server.adapters.offline_fit import item_on_disk
 
     config, weights = adapter_files(path)
     with refusals(path, config, weights, as_json):
-        return item_on_disk(str(path), config, weights, planned)
+        return item_on_disk(str(path), config, weights, ready)
 
 
-def _to_come(rank: int, modules: list[str], count: int, planned: PlannedCapacity) -> AdapterFitItem:
+def _to_come(rank: int, modules: list[str], count: int, ready: EngineReady) -> AdapterFitItem:
     from manylora.lora_rows import MAX_RANK
     from manylora.server.adapters.fit import planned_item
+    from manylora.server.adapters.schemas import PlannedAdapters
 
-    max_rank = planned.config.adapter.max_rank
+    max_rank = ready.max_rank
     if not 1 <= rank <= max_rank:
         advice = " Raise --max-rank for larger ones." if max_rank < rank <= MAX_RANK else ""
         fail(f"--rank must be 1 to {max_rank}, got {rank}.{advice}")
-    return planned_item(rank, modules, count, planned.base, planned.capacity)
+    plan = PlannedAdapters(rank=rank, target_modules=modules, count=count)
+    return planned_item(plan, ready)
 
 
-def _show(found: AdapterFitView, planned: PlannedCapacity, as_json: bool) -> None:
+def _show(found: AdapterFitView, ready: EngineReady, advice: str | None, as_json: bool) -> None:
     from manylora.engine.execution.memory_plan import format_reserved
+    from manylora.server.adapters.fit import requests_in
 
-    advice = None if found.fits else _advice(found, planned)
     if as_json:
         body = {
             **found.model_dump(),
-            "requests_left": planned.capacity.requests(found.pages.left),
+            "requests_left": requests_in(found.pages.left, ready),
             "advice": advice,
-            "max_model_len": planned.capacity.max_model_len,
+            "max_model_len": ready.max_model_len,
         }
         show(body, True, ())
         return
-    page_bytes = planned.capacity.geometry.page_bytes
-    memory = planned.memory
+    page_bytes = ready.geometry.page_bytes
+    memory = ready.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
-    name = number_format(
-        str(planned.dtype).removeprefix("torch."),
-        memory.weights,
-        planned.capacity.geometry.is_kv_int8,
-    )
-    about = f"{planned.config.model.path} on {planned.device.type} in {name}"
+    about = f"{ready.model_path} on {ready.device} in {ready.number_format}"
     typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
     if memory.reserved.total:
         typer.echo(f"reserved {format_reserved(memory.reserved, memory.step_tokens)}")
     pages = f"{memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)})"
     typer.echo(f"pages  {pages}: {found.pages.needed:,} needed, {found.pages.left:,} left")
-    typer.echo(
-        f"slots  {planned.capacity.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left"
-    )
+    typer.echo(f"slots  {memory.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left")
     typer.echo(found.message)
     if advice:
         typer.echo(advice)
@@ -153,16 +150,19 @@ def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
     return name, str(item.rank), targets, f"{item.count:,}", f"{item.pages:,}", size, waste
 
 
-def _advice(found: AdapterFitView, planned: PlannedCapacity) -> str:
+def _advice(
+    found: AdapterFitView, ready: EngineReady, config: Config, free_gib: float | None
+) -> str:
     """Advice that makes all adapters fit at once."""
     from manylora.config import AdapterConfig
     from manylora.errors import ConfigError
+    from manylora.server.adapters.offline_fit import least_gib
 
     wanted = []
     try:
-        if found.pages.needed + planned.capacity.geometry.num_groups > planned.capacity.pages:
-            wanted.append(f"--memory-gib {planned.least_gib(found):g}")
-        if found.slots.needed > planned.capacity.slots:
+        if found.pages.needed + ready.geometry.num_groups > ready.memory.num_pages:
+            wanted.append(f"--memory-gib {least_gib(found, config, free_gib):g}")
+        if found.slots.needed > ready.memory.slots:
             AdapterConfig(slots=found.slots.needed)
             wanted.append(f"--set adapter.slots={found.slots.needed}")
     except ConfigError as error:

@@ -21,7 +21,7 @@ from manylora.registry.limits import (
     count_adapters,
     stored_bytes,
 )
-from manylora.registry.names import check_name, check_text, is_name, no_such
+from manylora.registry.names import check_name, is_name, no_such
 from manylora.registry.records import Page, Removed
 from manylora.registry.removal import CHUNK, remove
 
@@ -65,14 +65,7 @@ class Tenants(Transactions):
 
     async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[TenantRow]:
         """Tenants by name; those after the name `after`."""
-        statement = select(TenantRow).order_by(TenantRow.name).limit(limit + 1)
-        if after is not None:
-            statement = statement.where(TenantRow.name > check_text(after, "after", 63))
-        return Page.of(
-            [row for (row,) in await self.database.rows(statement)],
-            limit,
-            lambda tenant: tenant.name,
-        )
+        return await self._page(select(TenantRow), TenantRow.name, after, limit)
 
     async def get_tenant(self, name: str) -> TenantRow:
         """One tenant.

@@ -15,7 +15,6 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,6 @@ _CLOCKS = {
     "sqlite": "SELECT CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
     "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
 }
-
-
-_is_reading = ContextVar("is_reading", default=False)
-"""True while the task has a reader's place: reads within a read need none, or readers could wait for each other."""
 
 
 Place = Callable[[], AbstractAsyncContextManager[None]]
@@ -179,6 +174,8 @@ class Database:
     async def read(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads, on one snapshot.
 
+        In the block read from `session` alone: those who wait there for a second place could wait for each other.
+
         Raises:
             CapacityError: The database cannot answer; code db.unavailable or db.lost.
         """
@@ -187,24 +184,15 @@ class Database:
         self._reads[end] = asyncio.current_task()
         try:
             with _own_errors():
-                async with self._place_to_read(), self._read_sessions() as session, session.begin():
+                async with (
+                    turn(self._reader_place()),
+                    self._read_sessions() as session,
+                    session.begin(),
+                ):
                     yield session
         finally:
             del self._reads[end]
             end.set_result(None)
-
-    @asynccontextmanager
-    async def _place_to_read(self) -> AsyncIterator[None]:
-        """The task's place among those that read, of which it needs one only."""
-        if _is_reading.get():
-            yield
-            return
-        async with turn(self._reader_place()):
-            _is_reading.set(True)
-            try:
-                yield
-            finally:
-                _is_reading.set(False)
 
     async def rows(
         self, statement: Executable, values: Mapping[str, object] | None = None

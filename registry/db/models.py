@@ -63,9 +63,8 @@ BY_KEY = {"sqlite_with_rowid": False}
 """SQLite keeps the rows in the order of their primary key: a range of hours is one piece of the file."""
 
 
-def _ordered(length: int) -> sa.String:
-    """Text that listings are ordered by: compared byte by byte, whatever the locale of the database."""
-    return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
+_TEXT64 = sa.String(64).with_variant(sa.String(64, collation="C"), "postgresql")
+"""Text that listings may be ordered by: compared byte by byte, whatever the locale of the database."""
 
 
 def _goes_with(key: str, **options: Any) -> MappedColumn[Any]:  # noqa: ANN401 - of mapped_column
@@ -73,18 +72,11 @@ def _goes_with(key: str, **options: Any) -> MappedColumn[Any]:  # noqa: ANN401 -
     return mapped_column(sa.ForeignKey(key, ondelete="CASCADE"), **options)
 
 
-Text16 = Annotated[str, mapped_column(sa.String(16))]
-Text32 = Annotated[str, mapped_column(sa.String(32))]
-Text63 = Annotated[str, mapped_column(sa.String(63))]
-Text64 = Annotated[str, mapped_column(sa.String(64))]
+Text64 = Annotated[str, mapped_column(_TEXT64)]
 Text255 = Annotated[str, mapped_column(sa.String(255))]
 LongText = Annotated[str, mapped_column(sa.Text)]
-Ordered16 = Annotated[str, mapped_column(_ordered(16))]
-Ordered63 = Annotated[str, mapped_column(_ordered(63))]
-Ordered64 = Annotated[str, mapped_column(_ordered(64))]
 Int32 = Annotated[int, mapped_column(sa.Integer)]
-Id = Annotated[str, mapped_column(sa.String(64), primary_key=True)]
-OrderedId = Annotated[str, mapped_column(_ordered(64), primary_key=True)]
+Id = Annotated[str, mapped_column(_TEXT64, primary_key=True)]
 NumberKey = Annotated[int, mapped_column(sa.Integer, primary_key=True, autoincrement=False)]
 
 
@@ -94,7 +86,7 @@ class TenantRow(Base):
     __tablename__ = "tenants"
 
     id: Mapped[Id]
-    name: Mapped[Ordered63] = mapped_column(unique=True)
+    name: Mapped[Text64] = mapped_column(unique=True)
     limits: Mapped[dict[str, Any]]
     """Limits that are set, by name."""
     created_at: Mapped[datetime]
@@ -117,7 +109,7 @@ class KeyRow(Base):
     tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
     tenant: Mapped[str] = _tenant_name(tenant_id)
     name: Mapped[Text255 | None]
-    prefix: Mapped[Text32] = mapped_column(unique=True)
+    prefix: Mapped[Text64] = mapped_column(unique=True)
     """The start of the secret, which shows people which key it is: `manylora_3f9c0a...`."""
     digest: Mapped[Text64]
     """HMAC-SHA256 of the whole secret, 64 hex digits."""
@@ -126,7 +118,7 @@ class KeyRow(Base):
     created_at: Mapped[datetime]
     revoked_at: Mapped[datetime | None]
     limits: Mapped[dict[str, Any]]
-    previous_prefix: Mapped[Text32 | None] = mapped_column(index=True)
+    previous_prefix: Mapped[Text64 | None] = mapped_column(index=True)
     """Prefix of the secret before the last rotation, which works until `previous_until`."""
     previous_digest: Mapped[Text64 | None]
     previous_until: Mapped[datetime | None]
@@ -139,9 +131,9 @@ class SessionRow(Base):
 
     digest: Mapped[Id]
     """HMAC-SHA256 of the token, 64 hex digits."""
-    kind: Mapped[Text16]
+    kind: Mapped[Text64]
     """session or link."""
-    key_prefix: Mapped[Text32]
+    key_prefix: Mapped[Text64]
     """Prefix of the secret that it stands for; empty for the admin key."""
     key_digest: Mapped[Text64]
     expires_at: Mapped[datetime] = mapped_column(index=True)
@@ -156,7 +148,7 @@ class AdapterRow(Base):
     id: Mapped[Id]
     tenant_id: Mapped[str] = _goes_with("tenants.id")
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    name: Mapped[Ordered63] = mapped_column(index=True)
+    name: Mapped[Text64] = mapped_column(index=True)
     description: Mapped[LongText | None]
     pinned_copies: Mapped[Int32]
     """On how many servers it stays on the device; 0 is not pinned."""
@@ -173,7 +165,7 @@ class VersionRow(Base):
 
     adapter_id: Mapped[str] = _goes_with("adapters.id", primary_key=True)
     version: Mapped[NumberKey]
-    digest: Mapped[str] = mapped_column(sa.String(71), index=True)
+    digest: Mapped[Text255] = mapped_column(index=True)
     weights_sha256: Mapped[Text64] = mapped_column(index=True)
     spec: Mapped[dict[str, Any]]
     rank: Mapped[Int32]
@@ -205,7 +197,7 @@ class AliasRow(Base):
     )
 
     adapter_id: Mapped[Id]
-    alias: Mapped[Ordered63] = mapped_column(primary_key=True)
+    alias: Mapped[Text64] = mapped_column(primary_key=True)
     version: Mapped[NumberKey]
     weight: Mapped[Int32]
     """The version's share of the requests is its part of the alias's sum."""
@@ -232,18 +224,17 @@ class UploadRow(Base):
     id: Mapped[Id]
     tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
     tenant: Mapped[str] = _tenant_name(tenant_id)
-    key_id: Mapped[Text64]
-    name: Mapped[Text63]
+    name: Mapped[Text64]
     description: Mapped[LongText | None]
     activate: Mapped[bool]
-    manifest: Mapped[dict[str, Any]]
-    """File name to its size in bytes and its SHA-256."""
+    files: Mapped[dict[str, Any]]
+    """File name to its `size` in bytes and its `sha256`, as its sender announced them."""
     size_bytes: Mapped[int]
     """Bytes that it reserves of its tenant's storage."""
-    state: Mapped[Text16]
+    state: Mapped[Text64]
     """uploading, ready or rejected."""
     result: Mapped[dict[str, Any] | None]
-    """End of the upload: the error, or the version that it became."""
+    """End of the upload: the error, or the adapter's body."""
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)
 
@@ -256,24 +247,24 @@ class UsageEventRow(Base):
 
     id: Mapped[Id]
     at: Mapped[int] = mapped_column(index=True)
-    tenant_id: Mapped[Ordered64]
-    tenant: Mapped[Text63]
-    key_id: Mapped[Ordered64]
-    adapter_id: Mapped[Ordered64]
-    adapter: Mapped[str] = mapped_column(sa.String(127))
+    tenant_id: Mapped[Text64]
+    tenant: Mapped[Text64]
+    key_id: Mapped[Text64]
+    adapter_id: Mapped[Text64]
+    adapter: Mapped[Text255]
     adapter_version: Mapped[Int32]
-    adapter_digest: Mapped[str] = mapped_column(sa.String(71))
-    request_id: Mapped[str] = mapped_column(sa.String(256))
+    adapter_digest: Mapped[Text255]
+    request_id: Mapped[LongText]
     endpoint: Mapped[Text64]
-    status: Mapped[Ordered64]
+    status: Mapped[Text64]
     prompt_tokens: Mapped[int]
     cached_tokens: Mapped[int]
     completion_tokens: Mapped[int]
     queue_s: Mapped[float | None]
     ttft_s: Mapped[float | None]
     duration_s: Mapped[float | None]
-    adapter_state: Mapped[Text16]
-    service_class: Mapped[Ordered16]
+    adapter_state: Mapped[Text64]
+    service_class: Mapped[Text64]
 
 
 class _OfHour:
@@ -283,14 +274,14 @@ class _OfHour:
 
     at: Mapped[int] = mapped_column(primary_key=True, sort_order=-1, autoincrement=False)
     """The hour's first microsecond."""
-    tenant_id: Mapped[Ordered64] = mapped_column(primary_key=True, sort_order=-1)
-    adapter_id: Mapped[Ordered64] = mapped_column(primary_key=True, sort_order=-1)
+    tenant_id: Mapped[Text64] = mapped_column(primary_key=True, sort_order=-1)
+    adapter_id: Mapped[Text64] = mapped_column(primary_key=True, sort_order=-1)
     adapter_version: Mapped[Int32] = mapped_column(
         primary_key=True, sort_order=-1, autoincrement=False
     )
-    key_id: Mapped[Ordered64] = mapped_column(primary_key=True, sort_order=-1)
-    tenant: Mapped[Text63]
-    adapter: Mapped[str] = mapped_column(sa.String(127))
+    key_id: Mapped[Text64] = mapped_column(primary_key=True, sort_order=-1)
+    tenant: Mapped[Text64]
+    adapter: Mapped[Text255]
 
 
 class _Sums:
@@ -307,8 +298,8 @@ class UsageRollupRow(_OfHour, _Sums, Base):
 
     __tablename__ = "usage_rollups"
 
-    status: Mapped[Ordered64] = mapped_column(primary_key=True)
-    service_class: Mapped[Ordered16] = mapped_column(primary_key=True)
+    status: Mapped[Text64] = mapped_column(primary_key=True)
+    service_class: Mapped[Text64] = mapped_column(primary_key=True)
 
 
 class UsageLatencyRow(_OfHour, Base):
@@ -319,7 +310,7 @@ class UsageLatencyRow(_OfHour, Base):
 
     __tablename__ = "usage_latency"
 
-    adapter_state: Mapped[Text16] = mapped_column(primary_key=True)
+    adapter_state: Mapped[Text64] = mapped_column(primary_key=True)
     bin: Mapped[NumberKey]
     """A bin of `latency.BOUNDS_S`."""
     requests: Mapped[int]
@@ -358,7 +349,7 @@ class LimitBucketRow(Base):
 
     holder_id: Mapped[Id]
     """A tenant or a key."""
-    kind: Mapped[Text32] = mapped_column(primary_key=True)
+    kind: Mapped[Text64] = mapped_column(primary_key=True)
     used: Mapped[float]
     """At the moment `at`; what servers hold counts as used."""
     at: Mapped[int]
@@ -373,7 +364,7 @@ class LimitAllocationRow(Base):
     __tablename__ = "limit_allocations"
 
     holder_id: Mapped[Id]
-    kind: Mapped[Text32] = mapped_column(primary_key=True)
+    kind: Mapped[Text64] = mapped_column(primary_key=True)
     owner: Mapped[Id]
     """The server's name."""
     amount: Mapped[int]
@@ -407,7 +398,7 @@ class AuditRow(Base):
     """A key id, or `admin`."""
     action: Mapped[Text64]
     """`tenant.create`, `adapter.publish` and so on."""
-    tenant: Mapped[Text63]
+    tenant: Mapped[Text64]
     """Name of the tenant whose object changed."""
     target: Mapped[Text255]
     """Changed object: a name, `name@version` or a key id."""
@@ -419,10 +410,10 @@ class FileRow(Base):
 
     __tablename__ = "files"
 
-    id: Mapped[OrderedId]
+    id: Mapped[Id]
     tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
     filename: Mapped[Text255]
-    purpose: Mapped[Text16]
+    purpose: Mapped[Text64]
     """batch or batch_output."""
     size_bytes: Mapped[int]
     sha256: Mapped[Text64] = mapped_column(index=True)
@@ -435,7 +426,7 @@ class BatchRow(Base):
 
     __tablename__ = "batches"
 
-    id: Mapped[OrderedId]
+    id: Mapped[Id]
     tenant_id: Mapped[str] = _goes_with("tenants.id", index=True)
     key_id: Mapped[Text64]
     """The key that made it, for which its lines run; empty for the admin key."""
@@ -451,7 +442,7 @@ class BatchRow(Base):
     total: Mapped[Int32] = mapped_column(default=0)
     completed: Mapped[Int32] = mapped_column(default=0)
     failed: Mapped[Int32] = mapped_column(default=0)
-    status: Mapped[Text16] = mapped_column(index=True)
+    status: Mapped[Text64] = mapped_column(index=True)
     created_at: Mapped[int]
     expires_at: Mapped[int]
     in_progress_at: Mapped[int | None]
@@ -489,12 +480,12 @@ class ServerRow(Base):
 
     __tablename__ = "servers"
 
-    name: Mapped[OrderedId]
-    role: Mapped[Text16]
+    name: Mapped[Id]
+    role: Mapped[Text64]
     boot_id: Mapped[Text64]
     url: Mapped[Text255]
-    state: Mapped[Text16]
+    state: Mapped[Text64]
     model: Mapped[Text255]
-    base: Mapped[str] = mapped_column(sa.String(80))
+    base: Mapped[Text255]
     version: Mapped[Text64]
     seen_at: Mapped[datetime] = mapped_column(index=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from manylora.errors import AdapterFormatError, InvalidRequestError
+from manylora.errors import InvalidRequestError
 from manylora.server.http.form import Form
 from manylora.server.http.openapi import BINARY, TEXT
 
@@ -28,12 +27,11 @@ class UploadForm(Form):
         "tenant": (1024, {**TEXT, "description": "For admins."}),
         "description": (16 * 1024, TEXT),
         "activate": (16, {"enum": ["true", "false", "1", "0"], "default": "true"}),
-        "sha256": (80, {**TEXT, "description": "SHA-256 of the weights; other bytes are refused."}),
     }
     required = ("name", "config", WEIGHTS)
     rule = (
-        "An upload has the parts name, config and weights, and may have tenant, description, activate and "
-        "sha256 (of the weights), each once."
+        "An upload has the parts name, config and weights, and may have tenant, description and activate, "
+        "each once."
     )
 
     @property
@@ -44,28 +42,7 @@ class UploadForm(Form):
             raise InvalidRequestError("activate must be true or false.", param="activate")
         return word in ("true", "1")
 
-    def check_digest(self, sha256: str) -> None:
-        """Return if the weights have the digest that was announced, or none was.
-
-        Raises:
-            InvalidRequestError: What was announced is no SHA-256.
-            AdapterFormatError: Other bytes came; code upload.digest_mismatch.
-        """
-        announced = (self.text("sha256") or sha256).removeprefix("sha256:").lower()
-        if not re.fullmatch(r"[0-9a-f]{64}", announced):
-            raise InvalidRequestError("sha256 must be 64 hex digits.", param="sha256")
-        if announced != sha256:
-            raise digest_mismatch(WEIGHTS)
-
     @property
     def config(self) -> bytes:
         """`adapter_config.json`. One over the limit is cut one byte after it, so that its reader refuses it."""
         return bytes(self._texts["config"])
-
-
-def digest_mismatch(file: str) -> AdapterFormatError:
-    """The error for a file that does not have the announced digest."""
-    message = (
-        f"The bytes of {file} do not have the SHA-256 that was announced; send the file again."
-    )
-    return AdapterFormatError(message, code="upload.digest_mismatch", param=file)

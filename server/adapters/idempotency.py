@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from manylora.registry.idempotency import AnsweredBeforeError, KeptAnswer, Retry
 if TYPE_CHECKING:
     from manylora.server.services import Services
 
-MAX_KEY = 255
+_KEY = re.compile("[ -~]{1,255}")
 
 
 class IdempotentChange:
@@ -26,15 +27,8 @@ class IdempotentChange:
         given = request.headers.getlist("idempotency-key")
         self.key = given[0].strip() if given else None
         """None makes the change each time it is sent."""
-        if self.key is not None and not (
-            len(given) == 1
-            and 0 < len(self.key) <= MAX_KEY
-            and self.key.isascii()
-            and self.key.isprintable()
-        ):
-            message = (
-                f"Idempotency-Key must be one value of 1 to {MAX_KEY} printable ASCII characters."
-            )
+        if self.key is not None and not (len(given) == 1 and _KEY.fullmatch(self.key)):
+            message = "Idempotency-Key must be one value of 1 to 255 printable ASCII characters."
             raise InvalidRequestError(message, code="idempotency.key_invalid")
         self._route = f"{request.method} {request.url.path}"
         self._uploads = services.registry.uploads
@@ -79,7 +73,7 @@ def idempotent(request: Request, services: Services, caller: str) -> Iterator[Id
         BusyError: The change is being made; code idempotency.in_progress.
     """
     change = IdempotentChange(request, services)
-    with services.uploads.in_progress.retrying(caller, change.key):
+    with services.uploads.retrying(caller, change.key):
         yield change
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.checkpoint.reader import read_checkpoint
 from manylora.adapters.lora.layout import adapter_pages
 from manylora.adapters.ref import content_digest
@@ -23,52 +22,19 @@ from manylora.engine.execution.memory_plan import (
 from manylora.engine.model.device import choose_device, choose_dtype
 from manylora.engine.model.spec import (
     SPEC_FILES,
-    DecoderSpec,
     base_shape,
     model_geometry,
     read_spec,
     resolve_model,
 )
-from manylora.engine.status import MemoryPlan
+from manylora.engine.status import EngineReady
 from manylora.errors import ConfigError
-from manylora.server.adapters.fit import Capacity, waste
+from manylora.server.adapters.fit import waste
 from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCapacity:
-    """Plan of a device's memory by the settings."""
-
-    config: Config
-    spec: DecoderSpec
-    base: BaseShape
-    device: torch.device
-    dtype: torch.dtype
-    free: FreeMemory
-    memory: MemoryPlan
-    capacity: Capacity
-
-    def least_gib(self, fit: AdapterFitView) -> float:
-        """The smallest `memory.gib`, in steps of 0.001, that holds what does not fit.
-
-        Raises:
-            ConfigError: The device does not have it.
-        """
-        geometry = self.capacity.geometry
-        asked = self.config.model.max_model_len or geometry.page_tokens
-        num_bytes = (
-            1 + max(fit.pages.needed + geometry.num_groups, geometry.pages(asked))
-        ) * geometry.page_bytes
-        gib = math.ceil(num_bytes / GIB * 1000) / 1000
-        memory = replace(self.config.memory, gib=gib)
-        config = replace(self.config, memory=memory)
-        on_cpu = self.device.type == "cpu"
-        plan_memory(config, self.spec, self.base, geometry, self.free, on_cpu=on_cpu)
-        return gib
-
-
-def plan_capacity(config: Config, free_gib: float | None = None) -> PlannedCapacity:
-    """Divide the memory as the engine would; no weights are read or downloaded.
+def planned_engine(config: Config, free_gib: float | None = None) -> EngineReady:
+    """The engine's report as it would be: no weights are read or downloaded.
 
     Args:
         config: All settings.
@@ -83,24 +49,34 @@ def plan_capacity(config: Config, free_gib: float | None = None) -> PlannedCapac
     dtype = choose_dtype(config.model.dtype, spec.dtype, device)
     base = base_shape(spec, "", trained_on_quantised=config.model.adapters_trained_on_quantised)
     geometry = model_geometry(spec, base, dtype.itemsize, config.memory.kv_dtype)
-    free = _free(device, free_gib)
-    memory = plan_memory(config, spec, base, geometry, free, on_cpu=device.type == "cpu")
-    capacity = Capacity(
-        pages=memory.num_pages,
-        slots=memory.slots,
-        geometry=geometry,
+    on_cpu = device.type == "cpu"
+    memory = plan_memory(config, spec, base, geometry, _free(device, free_gib), on_cpu=on_cpu)
+    return EngineReady(
+        boot_id="",
+        model_path=config.model.path,
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
         max_model_len=max_model_len(config, spec, memory),
-    )
-    return PlannedCapacity(
-        config=config,
-        spec=spec,
+        vocab_size=spec.vocab_size,
         base=base,
-        device=device,
-        dtype=dtype,
-        free=free,
+        geometry=geometry,
         memory=memory,
-        capacity=capacity,
+        max_rank=config.adapter.max_rank,
     )
+
+
+def least_gib(fit: AdapterFitView, config: Config, free_gib: float | None) -> float:
+    """The smallest `memory.gib`, in steps of 0.001, that holds what does not fit; arguments as of `planned_engine`.
+
+    Raises:
+        ConfigError: The device does not have it.
+    """
+    geometry = planned_engine(config, free_gib).geometry
+    asked = config.model.max_model_len or geometry.page_tokens
+    pages = 1 + max(fit.pages.needed + geometry.num_groups, geometry.pages(asked))
+    gib = math.ceil(pages * geometry.page_bytes / GIB * 1000) / 1000
+    planned_engine(replace(config, memory=replace(config.memory, gib=gib)), free_gib)
+    return gib
 
 
 def _free(device: torch.device, free_gib: float | None) -> FreeMemory:
@@ -112,25 +88,23 @@ def _free(device: torch.device, free_gib: float | None) -> FreeMemory:
     return FreeMemory(num_bytes, num_bytes if device.type == "cpu" else free_memory().host)
 
 
-def item_on_disk(
-    name: str, config: Path, weights: Path, planned: PlannedCapacity
-) -> AdapterFitItem:
+def item_on_disk(name: str, config: Path, weights: Path, ready: EngineReady) -> AdapterFitItem:
     """Pages of an adapter on disk, if it were on the device; its values are not looked at.
 
     Args:
         name: Name to show.
         config: Its `adapter_config.json`.
         weights: Its `adapter_model.safetensors`.
-        planned: Gives base shape, page size and rank limit.
+        ready: Gives base shape, page size and rank limit.
 
     Raises:
         AdapterError: It cannot be served with this base; carries all findings.
         OSError: A file cannot be read.
     """
-    max_rank = planned.config.adapter.max_rank
-    geometry = planned.capacity.geometry
-    found = read_checkpoint(config.read_bytes(), weights, planned.base, max_rank, scan_values=False)
-    pages = adapter_pages(found.ranks, planned.base, geometry)
+    found = read_checkpoint(
+        config.read_bytes(), weights, ready.base, ready.max_rank, scan_values=False
+    )
+    pages = adapter_pages(found.ranks, ready.base, ready.geometry)
     with weights.open("rb") as file:
         digest = content_digest(found.spec, hashlib.file_digest(file, "sha256").hexdigest())
     return AdapterFitItem(
@@ -139,5 +113,5 @@ def item_on_disk(
         rank=found.largest_rank,
         target_modules=list(found.target_modules),
         pages=pages,
-        waste=waste(found.parameters, pages, geometry),
+        waste=waste(found.parameters, pages, ready.geometry),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import Request
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from manylora.adapters.blobs.local import BlobWriter
 from manylora.errors import (
     AdapterFormatError,
+    EngineUnavailableError,
     NotFoundError,
     PayloadTooLargeError,
     TimeoutExceededError,
@@ -25,25 +25,19 @@ from manylora.errors import (
 from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.limits import no_storage
 from manylora.registry.names import NAME_RULE, is_name, no_such
-from manylora.registry.records import Ephemeral, VersionFacts
+from manylora.registry.records import Ephemeral, VersionDraft, VersionFacts
 from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.idempotency import idempotent
-from manylora.server.adapters.schemas import adapter_view, residents_now
+from manylora.server.adapters.schemas import Residents, VersionBody, adapter_view
 from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from manylora.server.http.body import STREAM_BYTES, content_length, held_body, read_chunks
-from manylora.server.http.form import WRITE_BYTES, read_form
+from manylora.server.http.form import read_form
+from manylora.server.http.json_body import validate
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionDraft:
-    """An adapter version to come, without its weights."""
-
-    name: str
-    description: str | None
-    activate: bool
-    config: bytes
+STATUS_S = 2.0
+"""Longest wait in seconds for the engine's status, where the answer works without it."""
 
 
 async def receive_adapter(request: Request, services: Services, caller: Caller) -> Response:
@@ -65,16 +59,12 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         async with room_for_upload(request, services, caller.tenant_id, retried.key) as limit:
             form = await read_form(request, UploadForm, weights, limit, services.bodies.pace)
         owner = await owner_of(services, caller, form.text("tenant"))
-        name = checked_name(services, form.text("name") or "")
-        description = form.text("description")
-        draft = VersionDraft(
-            name=name, description=description, activate=form.activate, config=form.config
-        )
-        form.check_digest(weights.sha256())
-        asked = (draft.name, draft.description, draft.activate, draft.config, weights.sha256())
-        return await retried.answer(
-            owner.tenant_id, asked, partial(publish, services, owner, draft, weights)
-        )
+        fields = {part: form.text(part) for part in ("name", "description")}
+        draft = validate(VersionBody, {**fields, "activate": form.activate})
+        check_adapter_name(services, draft.name)
+        asked = (draft.model_dump_json(), form.config, weights.sha256())
+        change = partial(publish, services, owner, draft, form.config, weights)
+        return await retried.answer(owner.tenant_id, asked, change)
 
 
 async def owner_of(services: Services, caller: Caller, tenant: str | None) -> TenantCaller:
@@ -91,8 +81,8 @@ async def owner_of(services: Services, caller: Caller, tenant: str | None) -> Te
     return bound(await for_tenant(services, caller.identity, tenant))
 
 
-def checked_name(services: Services, name: str) -> str:
-    """The name, if an adapter can have it.
+def check_adapter_name(services: Services, name: str) -> None:
+    """Return if an adapter can have this name.
 
     Raises:
         AdapterFormatError: Not a name, or the base model's; codes adapter.name_invalid, adapter.name_reserved.
@@ -103,16 +93,15 @@ def checked_name(services: Services, name: str) -> str:
     if name == services.served_name:
         message = "This name is the base model's; choose another."
         raise AdapterFormatError(message, code="adapter.name_reserved", param="name")
-    return name
 
 
 async def publish(
     services: Services,
     owner: TenantCaller,
     draft: VersionDraft,
+    config: bytes,
     weights: BlobWriter,
     retry: Retry | None = None,
-    upload_id: str | None = None,
     life: Ephemeral | None = None,
 ) -> KeptAnswer:
     """Have an upload validated, store it and publish it as a version.
@@ -120,10 +109,10 @@ async def publish(
     Args:
         services: Validator, blobs and registry.
         owner: The caller, acting for the adapter's tenant.
-        draft: Name, description and config of the version.
+        draft: Name and description of the version; an upload in pieces ends with it.
+        config: Its `adapter_config.json`.
         weights: All bytes of the weights, not yet committed.
         retry: The Idempotency-Key under which the answer is kept.
-        upload_id: The upload in pieces that ends with this version.
         life: How long an ephemeral version lives; its weights are written to memory.
 
     Raises:
@@ -133,9 +122,7 @@ async def publish(
         AnsweredBeforeError: The same change was made before.
     """
     sha256 = weights.sha256()
-    validating = services.uploads.validator.validate(
-        draft.config, weights.path, sha256, weights.size
-    )
+    validating = services.uploads.validator.validate(config, weights.path, sha256, weights.size)
     # A push does not wait for the engine's step, after which it would say where adapters are.
     facts, residents = (
         (await validating, {})
@@ -148,22 +135,12 @@ async def publish(
     try:
         await in_thread(weights.prepare)
         async with services.registry.adapters.publishing(
-            owner.tenant_id,
-            draft.name,
-            facts,
-            draft.description,
-            draft.activate,
-            life=life,
-            actor=owner.actor,
+            owner.tenant_id, draft, facts, life=life, actor=owner.actor
         ) as made:
             version = made.adapter.current
             body = adapter_view(made.adapter, pages, residents).model_dump(mode="json")
             answer = KeptAnswer(status=201 if made.is_new else 200, body=body)
-            if upload_id is not None:
-                await made.end_upload(upload_id, answer)
-            if retry is not None:
-                await made.keep_answer(retry, answer)
-            await made.check_limits(pages)
+            await made.keep(answer, pages, retry)
             if life is None or version.held_by is not None:  # else it is in the store already
                 await in_thread(weights.commit)
             place = services.versions.weights.blobs.place(sha256)
@@ -192,6 +169,15 @@ async def _check_pinned(
         await services.versions.pins.check_pages(adapter, [facts], adapter.pinned_copies)
 
 
+async def residents_now(services: Services) -> Residents:
+    """Ask the engine; while it is away, or busy for longer than `STATUS_S`, no adapter counts as resident."""
+    try:
+        status = await services.engine_status(STATUS_S)
+    except EngineUnavailableError:
+        return {}
+    return {resident.digest: resident for resident in status.residents}
+
+
 @asynccontextmanager
 async def room_for_upload(
     request: Request, services: Services, tenant_id: str | None, key: str | None = None
@@ -210,13 +196,11 @@ async def room_for_upload(
     if tenant_id is None or left is None:
         yield most
         return
-    left -= services.uploads.in_progress.reserved[tenant_id]
+    left -= services.uploads.reserved[tenant_id]
     if left <= 0:
         raise no_storage()
     limit = min(most, left)
-    with services.uploads.in_progress.reserving(
-        tenant_id, min(limit, content_length(request) or limit)
-    ):
+    with services.uploads.reserving(tenant_id, min(limit, content_length(request) or limit)):
         try:
             yield limit
         except PayloadTooLargeError as error:
@@ -228,7 +212,7 @@ async def room_for_upload(
 async def write_body(
     request: Request, services: Services, limit: int, write: Callable[[bytearray], object]
 ) -> None:
-    """Hand a body to `write` in pieces of about a MiB, in threads; also what came before an error.
+    """Hand a body to `write` in pieces of about `STREAM_BYTES`, in threads; also what came before an error.
 
     Raises:
         RateLimitError, CapacityError: There is no room for it among the bodies in memory.
@@ -239,7 +223,7 @@ async def write_body(
     try:
         async for chunk in read_chunks(request, limit, services.bodies.pace, "upload.too_large"):
             pending += chunk
-            if len(pending) >= WRITE_BYTES:
+            if len(pending) >= STREAM_BYTES:
                 piece, pending = pending, bytearray()
                 await in_thread(write, piece)
     except TimeoutExceededError as error:

@@ -25,14 +25,13 @@ from manylora.errors import ForbiddenError, InvalidRequestError, PayloadTooLarge
 from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, Ephemeral
 from manylora.server.adapters.idempotency import answered
 from manylora.server.adapters.publish import (
-    VersionDraft,
-    checked_name,
+    check_adapter_name,
     publish,
     room_for_upload,
     write_body,
 )
 from manylora.server.adapters.routes import PUBLISHES
-from manylora.server.adapters.schemas import LoadBody, UnloadBody
+from manylora.server.adapters.schemas import LoadBody, UnloadBody, VersionBody
 from manylora.server.auth.callers import TenantCaller, TenantWriter
 from manylora.server.http.body import content_length
 from manylora.server.http.openapi import takes, takes_bytes
@@ -74,10 +73,9 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
         life = Ephemeral(server=services.server_name, keep=keep, expires_at=ends)
     elif keep is not None or ttl_s is not None:
         raise InvalidRequestError("keep and ttl_s are for ephemeral=true.", param="ephemeral")
-    draft = VersionDraft(
-        name=checked_name(services, name), description=None, activate=activate, config=config
-    )
-    with services.drain.cancelling(), services.uploads.in_progress.stream(caller.tenant_id):
+    check_adapter_name(services, name)
+    draft = VersionBody(name=name, activate=activate)
+    with services.drain.cancelling(), services.uploads.stream(caller.tenant_id):
         async with room_for_upload(request, services, caller.tenant_id) as limit:
             create = services.blobs.create
             if life is None:
@@ -88,7 +86,7 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
                 await write_body(request, services, limit, weights.write)
                 if life is not None:
                     weights.prepare()  # before anybody reads it
-                return answered(await publish(services, caller, draft, weights, life=life))
+                return answered(await publish(services, caller, draft, config, weights, life=life))
 
 
 @router.post(
@@ -101,15 +99,15 @@ async def load_lora_adapter(request: Request, services: Wired, caller: TenantWri
     limit = services.config.server.max_upload_bytes
     roots = services.config.adapter.roots
     body = await services.bodies.json(request, LoadBody)
-    name = checked_name(services, body.lora_name)
+    check_adapter_name(services, body.lora_name)
     life = Ephemeral(server=services.server_name, keep=1)
-    with services.drain.cancelling(), services.uploads.in_progress.stream(caller.tenant_id):
+    with services.drain.cancelling(), services.uploads.stream(caller.tenant_id):
         create = await _room_in_memory(services, caller, limit)
         with create() as weights:
             config = await in_thread(_read_folder, roots, body.lora_path, weights, limit)
             weights.prepare()
-            draft = VersionDraft(name=name, description=None, activate=True, config=config)
-            await publish(services, caller, draft, weights, life=life)
+            draft = VersionBody(name=body.lora_name)
+            await publish(services, caller, draft, config, weights, life=life)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

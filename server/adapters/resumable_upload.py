@@ -15,10 +15,10 @@ from starlette.requests import Request
 from manylora import errors
 from manylora.adapters.blobs.local import BlobWriter
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
+from manylora.registry.db.models import UploadRow
 from manylora.registry.idempotency import KeptAnswer, Retry
-from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
-from manylora.server.adapters.form import digest_mismatch
-from manylora.server.adapters.publish import VersionDraft, checked_name, publish, write_body
+from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE
+from manylora.server.adapters.publish import check_adapter_name, publish, write_body
 from manylora.server.adapters.schemas import UploadBody, UploadView, upload_view
 from manylora.server.auth.callers import TenantCaller
 from manylora.server.errors import error_body
@@ -39,41 +39,32 @@ async def announce(
         ForbiddenError: The tenant may not store as much; codes quota.*.
     """
     most = services.config.server.max_upload_bytes
-    files: dict[str, FileFacts] = {
-        name: FileFacts(**file.model_dump()) for name, file in body.files.items()
-    }
+    files = body.model_dump()["files"]
     for file, limit, code in (
         (CONFIG_FILE, MAX_CONFIG_BYTES, "config"),
         (WEIGHTS_FILE, most, "upload"),
     ):
-        if files[file].size > limit:
+        if files[file]["size"] > limit:
             message = f"{file} exceeds the limit of {limit} bytes."
             raise errors.PayloadTooLargeError(message, code=f"{code}.too_large", param="files")
-    name = checked_name(services, body.name)
-    draft = UploadDraft(
-        name=name, description=body.description, activate=body.activate, files=files
-    )
+    check_adapter_name(services, body.name)
 
-    def answer(upload: Upload) -> KeptAnswer:
-        return KeptAnswer(
-            status=201, body=upload_view(upload, dict.fromkeys(files, 0)).model_dump(mode="json")
-        )
+    def answer(upload: UploadRow) -> KeptAnswer:
+        return KeptAnswer(status=201, body=upload_view(upload, {}).model_dump(mode="json"))
 
-    return await services.registry.uploads.create(
-        owner.tenant_id, draft, owner.identity.key_id, retry, answer
-    )
+    return await services.registry.uploads.create(owner.tenant_id, body, files, retry, answer)
 
 
-async def show(services: Services, upload: Upload) -> UploadView:
+async def show(services: Services, upload: UploadRow) -> UploadView:
     """An upload as it stands. Files of one that has ended are not looked for."""
     if upload.state != "uploading":
-        return upload_view(upload, dict.fromkeys(upload.files, 0))
+        return upload_view(upload, {})
     return upload_view(upload, await in_thread(services.uploads.staged.sizes, upload.id))
 
 
 async def receive_file(
     request: Request, services: Services, owner: TenantCaller, upload_id: str, name: str
-) -> Upload:
+) -> UploadRow:
     """Take a file, or what is left of it. What has come by the time that the client is gone stays.
 
     Raises:
@@ -91,31 +82,27 @@ async def receive_file(
         raise errors.NotFoundError("An upload has no such file.", param="file")
     if upload.state != "uploading":
         raise errors.ConflictError("The upload has ended; make a new one.", code="upload.ended")
-    offset = _offset(request, file)
-    await in_thread(services.blobs.check_room, file.size - (offset or 0))
-    in_progress = services.uploads.in_progress
-    writer = services.uploads.staged.writer(upload_id, name)
+    offset = _offset(request, file["size"])
+    left = file["size"] - (offset or 0)
+    await in_thread(services.blobs.check_room, left)
+    uploads = services.uploads
     with (
         services.drain.cancelling(),
-        in_progress.stream(owner.tenant_id),
-        in_progress.writing(upload_id, name),
+        uploads.stream(owner.tenant_id),
+        uploads.writing(upload_id, name),
     ):
-        try:
-            await in_thread(writer.open, offset)
-            await write_body(request, services, file.size - (offset or 0), writer.write)
-        finally:
-            await in_thread(writer.close)
+        write = await in_thread(uploads.staged.writer, upload_id, name, offset)
+        await write_body(request, services, left, write)
     return await services.registry.uploads.get(owner.tenant_id, upload_id)
 
 
 async def complete(
-    services: Services, owner: TenantCaller, upload: Upload, retry: Retry | None
+    services: Services, owner: TenantCaller, upload: UploadRow, retry: Retry | None
 ) -> KeptAnswer:
     """Check what came and make it a version; what was completed before is answered as it was then.
 
     Raises:
         ConflictError: Bytes are missing; code upload.incomplete.
-        BusyError: Another server receives a file of it; code upload.busy.
         AdapterError: It cannot be served, which ends the upload, or a file is not what was announced.
         ForbiddenError: The tenant may not store as much; codes quota.*.
         AnsweredBeforeError: Another server completed it.
@@ -138,14 +125,8 @@ async def complete(
         except FileNotFoundError as error:
             message = "Files of the upload were deleted meanwhile; ask how far it got."
             raise errors.ConflictError(message, code="upload.incomplete", param="files") from error
-        draft = VersionDraft(
-            name=upload.name,
-            description=upload.description,
-            activate=upload.activate,
-            config=config,
-        )
         try:
-            made = await publish(services, owner, draft, weights, retry, upload.id)
+            made = await publish(services, owner, upload, config, weights, retry)
         except errors.AdapterError as error:
             await services.registry.uploads.reject(
                 upload.tenant_id, upload.id, error_body(error)["error"]
@@ -156,28 +137,31 @@ async def complete(
     return made
 
 
-def _offset(request: Request, file: FileFacts) -> int | None:
+def _offset(request: Request, size: int) -> int | None:
     """First byte by the header Content-Range; None if the body is the whole file."""
     given = request.headers.get("content-range")
     if given is None:
         return None
     found = _RANGE.fullmatch(given)
     first, last, total = (int(number) for number in found.groups()) if found else (0, -1, 0)
-    if not (first <= last < total == file.size):
-        message = f"Content-Range must be bytes FIRST-LAST/{file.size}; the last number is the announced size."
+    if not (first <= last < total == size):
+        message = (
+            f"Content-Range must be bytes FIRST-LAST/{size}; the last number is the announced size."
+        )
         raise errors.InvalidRequestError(message, param="content-range")
     return first
 
 
-def gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
+def gather(services: Services, upload: UploadRow, weights: BlobWriter) -> bytes:
     """Copy the weights into `weights` and return the config, if both are what was announced."""
     staged = services.uploads.staged
     config = b"".join(staged.read(upload.id, CONFIG_FILE))
     for piece in staged.read(upload.id, WEIGHTS_FILE):
         weights.write(piece)
     found = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.sha256()}
-    wrong = [name for name, file in upload.files.items() if found[name] != file.sha256]
+    wrong = [name for name, file in upload.files.items() if found[name] != file["sha256"]]
     if wrong:
         staged.delete(upload.id, *wrong)
-        raise digest_mismatch(wrong[0])
+        message = f"The bytes of {wrong[0]} do not have the SHA-256 that was announced; send the file again."
+        raise errors.AdapterFormatError(message, code="upload.digest_mismatch", param=wrong[0])
     return config

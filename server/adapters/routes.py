@@ -12,18 +12,18 @@ from fastapi import APIRouter, Query, Request, Response
 from manylora.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from manylora.registry.idempotency import KeptAnswer, Retry
 from manylora.registry.names import DEFAULT_ALIAS
-from manylora.registry.records import Adapter, AdapterUsage
+from manylora.registry.records import FILES, Adapter, AdapterUsage
 from manylora.server.adapters import schemas
-from manylora.server.adapters.fit import Capacity, find_fit, planned_item, waste
+from manylora.server.adapters.fit import find_fit, planned_item, waste
 from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.hub_import import fetch, reader_of
 from manylora.server.adapters.idempotency import idempotent
 from manylora.server.adapters.publish import (
-    VersionDraft,
-    checked_name,
+    check_adapter_name,
     owner_of,
     publish,
     receive_adapter,
+    residents_now,
 )
 from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
 from manylora.server.auth.callers import (
@@ -41,7 +41,6 @@ from manylora.server.http.form import takes_form
 from manylora.server.http.openapi import takes, takes_bytes, takes_retries
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services, Wired
-from manylora.server.uploads.in_progress import FILES
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -74,10 +73,7 @@ async def list_adapters(
 
     Without `?tenant=`, or with `?tenant=*`, an admin sees those of all tenants, by tenant and name.
     """
-    if caller.tenant_id is None:
-        page = await services.registry.adapters.list_every_adapter(after, limit)
-    else:
-        page = await services.registry.adapters.list_adapters(caller.tenant_id, after, limit)
+    page = await services.registry.adapters.list_adapters(caller.tenant_id, after, limit)
     return schemas.AdapterList(data=await _with_usage(services, page.items), next=page.next)
 
 
@@ -92,18 +88,14 @@ async def fit_adapters(
     """
     body = await services.bodies.json(request, schemas.AdapterFitBody)
     ready = services.ready
-    capacity = Capacity.of(ready)
-    items = [await _stored_item(services, caller, selector, capacity) for selector in body.adapters]
+    items = [await _stored_item(services, caller, selector) for selector in body.adapters]
     for plan in body.ranks:
         if plan.rank > ready.max_rank:
             raise InvalidRequestError(
                 f"rank may be at most {ready.max_rank} here, got {plan.rank}.", param="ranks"
             )
-        item = await in_thread(
-            planned_item, plan.rank, plan.target_modules, plan.count, ready.base, capacity
-        )
-        items.append(item)
-    return find_fit(items, capacity)
+        items.append(await in_thread(planned_item, plan, ready))
+    return find_fit(items, ready)
 
 
 @router.get("/v1/adapters/{name}")
@@ -118,7 +110,7 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> sch
     """List an adapter's versions, newest first."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
-    residents = await schemas.residents_now(services)
+    residents = await residents_now(services)
     views = [schemas.version_view(adapter, version, residents) for version in versions]
     return schemas.VersionList(data=views, next=None)
 
@@ -141,7 +133,7 @@ async def update_adapter(
         )
     await services.versions.pins.sync()
     pages = await services.uploads.validator.pages(adapter.current)
-    return schemas.adapter_view(adapter, pages, await schemas.residents_now(services))
+    return schemas.adapter_view(adapter, pages, await residents_now(services))
 
 
 @router.delete("/v1/adapters/{name}", status_code=204, response_class=Response)
@@ -214,7 +206,7 @@ async def complete_upload(
     with (
         services.drain.cancelling(),
         idempotent(request, services, caller.tenant_id) as retried,
-        services.uploads.in_progress.writing(upload_id, *FILES),
+        services.uploads.writing(upload_id, *FILES),
     ):
         upload = await services.registry.uploads.get(caller.tenant_id, upload_id)
         return await retried.answer(
@@ -226,7 +218,7 @@ async def complete_upload(
 async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -> None:
     """Give an upload up; a version that it became stays."""
     await services.registry.uploads.get(caller.tenant_id, upload_id)
-    with services.uploads.in_progress.writing(upload_id, *FILES):
+    with services.uploads.writing(upload_id, *FILES):
         await services.registry.uploads.delete(caller.tenant_id, upload_id)
         await in_thread(services.uploads.staged.delete, upload_id)
 
@@ -242,22 +234,19 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
     with services.drain.cancelling(), idempotent(request, services, admin.role) as retried:
         body = await services.bodies.json(request, schemas.ImportBody)
         owner = bound(await for_tenant(services, admin, body.tenant))
-        name = checked_name(services, body.name)
+        check_adapter_name(services, body.name)
         read = reader_of(body.source)
 
         async def change(retry: Retry | None) -> KeptAnswer:
             with services.blobs.create() as weights:
                 config = await fetch(read, weights, server.max_upload_bytes)
-                draft = VersionDraft(
-                    name=name, description=body.description, activate=body.activate, config=config
-                )
-                return await publish(services, owner, draft, weights, retry)
+                return await publish(services, owner, body, config, weights, retry)
 
         return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
 
 
 async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[schemas.AdapterView]:
-    residents = await schemas.residents_now(services)
+    residents = await residents_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
     pages = await asyncio.gather(
         *(services.uploads.validator.pages(adapter.current) for adapter in adapters)
@@ -277,16 +266,13 @@ async def _check_pin(
     copies = body.copies if body.copies is not None else adapter.pinned_copies if moves else 0
     if not copies:
         return
-    meaning = body.aliases.get(DEFAULT_ALIAS) if moves else adapter.aliases.get(DEFAULT_ALIAS)
-    wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
+    wanted = {**adapter.aliases, **body.aliases}.get(DEFAULT_ALIAS) or ()
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     kept = [version for version in versions if version.version in wanted]
     await services.versions.pins.check_pages(adapter, kept or [adapter.current], copies)
 
 
-async def _stored_item(
-    services: Services, caller: Caller, selector: str, capacity: Capacity
-) -> schemas.AdapterFitItem:
+async def _stored_item(services: Services, caller: Caller, selector: str) -> schemas.AdapterFitItem:
     try:
         model = await services.models.resolve(caller.tenant_id, selector)
     except NotFoundError as error:
@@ -307,5 +293,5 @@ async def _stored_item(
         rank=version.rank,
         target_modules=list(version.target_modules),
         pages=pages,
-        waste=waste(version.parameters, pages, capacity.geometry),
+        waste=waste(version.parameters, pages, services.ready.geometry),
     )

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from manylora.adapters.ref import AdapterTier, ResidentAdapter
-from manylora.errors import EngineUnavailableError, InvalidRequestError
+from manylora.errors import InvalidRequestError
 from manylora.lora_rows import MAX_RANK
+from manylora.registry.db.models import UploadRow
 from manylora.registry.names import MAX_DESCRIPTION
-from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Upload, VersionWeights
+from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, VersionWeights
 from manylora.server.http.bodies import (
     ALL_LINEAR,
     MODULE_NAMES,
@@ -23,11 +24,6 @@ from manylora.server.http.bodies import (
     View,
 )
 
-if TYPE_CHECKING:
-    from manylora.server.services import Services
-
-STATUS_S = 2.0
-"""Longest wait in seconds for the engine's status, where the answer works without it."""
 MAX_COPIES = 1000
 """Most servers on which an adapter may be pinned."""
 Residents = Mapping[str, ResidentAdapter]
@@ -187,36 +183,27 @@ MAX_PLANNED = 1 << 20
 """Most planned adapters of one kind in one call."""
 
 
-def _targets(value: object) -> list[str]:
-    """Names of modules; none means all of them."""
-    if value == ALL_LINEAR:
-        return []
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(name, str) and name in MODULE_NAMES for name in value)
-    ):
-        return value
-    message = f'target_modules must be "{ALL_LINEAR}" or a list of {", ".join(MODULE_NAMES)}.'
-    raise InvalidRequestError(message, param="ranks")
-
-
-_TARGETS_SCHEMA = {
-    "anyOf": [
-        {"const": ALL_LINEAR},
-        {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1},
-    ]
-}
-_Targets = Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGETS_SCHEMA)]
+if TYPE_CHECKING:
+    _Module = str
+else:
+    _Module = Literal[MODULE_NAMES]
+_Modules = Annotated[list[_Module], Field(min_length=1)]
+_Targets = Annotated[
+    _Modules,
+    BeforeValidator(
+        lambda value: [*MODULE_NAMES] if value == ALL_LINEAR else value,
+        json_schema_input_type=_Modules | Literal["all-linear"],
+    ),
+]
 
 
 class PlannedAdapters(Body):
     """Adapters that do not exist yet: of one rank, on the same modules of every layer."""
 
     rank: int = Field(ge=1, le=MAX_RANK)
-    target_modules: _Targets = Field(default_factory=list)
+    target_modules: _Targets = Field(default_factory=lambda: [*MODULE_NAMES])
     """`all-linear`, or names of modules."""
-    count: int = Field(1, ge=1, le=MAX_PLANNED)
+    count: int = Field(default=1, ge=1, le=MAX_PLANNED)
 
 
 class AdapterFitBody(Body):
@@ -236,38 +223,32 @@ class AdapterFitBody(Body):
         return self
 
 
-def _aliases(value: object) -> dict[str, dict[int, int] | int | None]:
-    if not isinstance(value, dict):
-        raise InvalidRequestError("aliases must map names to versions.", param="aliases")
-    return {alias: _meaning(meaning) for alias, meaning in value.items()}
-
-
-def _meaning(value: object) -> dict[int, int] | int | None:
-    """A version, versions by weight, or nothing."""
-    if value is None or type(value) is int:
-        return value
-    if isinstance(value, dict) and all(
-        _VERSION.fullmatch(key) and type(value[key]) is int for key in value
-    ):
-        return {int(version): weight for version, weight in value.items()}
-    message = (
-        'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.'
-    )
-    raise InvalidRequestError(message, param="aliases")
-
-
-_VERSION = re.compile(r"[1-9][0-9]{0,8}")
-
-
-_VersionNumber = Annotated[int, Field(ge=1)]
+def _version(key: str) -> int | str:
+    """The version that a key of an object names."""
+    return int(key) if re.fullmatch("[1-9][0-9]{0,8}", key) else key
 
 
 _Weights = Annotated[
-    dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)
+    dict[Annotated[int, BeforeValidator(_version)], Annotated[int, Field(ge=1, le=10_000)]],
+    Field(min_length=1, max_length=8),
 ]
 
 
-_Aliases = Annotated[dict[str, _VersionNumber | _Weights | None], Field(max_length=64)]
+def _meaning(value: object) -> object:
+    """Versions by weight; a number is a version that has all of it."""
+    if type(value) is int:
+        return {str(value): 1}
+    if isinstance(value, dict):
+        return value
+    raise ValueError(
+        'an alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}'
+    )
+
+
+_Meaning = Annotated[
+    _Weights,
+    BeforeValidator(_meaning, json_schema_input_type=Annotated[int, Field(ge=1)] | _Weights),
+]
 
 
 class AdapterPatchBody(Body):
@@ -277,10 +258,7 @@ class AdapterPatchBody(Body):
     pinned: bool | None = None
     pinned_copies: int | None = Field(None, ge=1, le=MAX_COPIES)
     """On how many servers to keep it, with `pinned` true; 1 if it is left out. Each copy counts as pinned pages."""
-    aliases: Annotated[
-        dict[str, dict[int, int] | int | None],
-        BeforeValidator(_aliases, json_schema_input_type=_Aliases),
-    ] = Field(default_factory=dict, max_length=64)
+    aliases: dict[str, _Meaning | None] = Field(default_factory=dict, max_length=64)
     """Merged into what is there: a version, versions by weight (a canary), or null to remove the alias."""
 
     @property
@@ -308,10 +286,10 @@ class VersionBody(Body):
     """A version to come, in whatever way its files come."""
 
     name: str = Field(max_length=512)
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION)
     activate: bool = True
     """Let the plain name mean the version once it is there."""
-    tenant: str | None = Field(None, max_length=512)
+    tenant: str | None = Field(default=None, max_length=512)
     """For admins."""
 
 
@@ -348,15 +326,6 @@ class UnloadBody(Body):
     lora_name: str = Field(min_length=1, max_length=512)
     lora_int_id: int | None = None
     """Names decide; the number is not looked at."""
-
-
-async def residents_now(services: Services) -> Residents:
-    """Ask the engine; while it is away, or busy for longer than `STATUS_S`, no adapter counts as resident."""
-    try:
-        status = await services.engine_status(STATUS_S)
-    except EngineUnavailableError:
-        return {}
-    return {resident.digest: resident for resident in status.residents}
 
 
 def adapter_view(
@@ -412,14 +381,13 @@ def _alias_view(weights: VersionWeights) -> int | dict[str, int]:
     return {str(version): weight for version, weight in weights.items()}
 
 
-def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:
+def upload_view(upload: UploadRow, received: Mapping[str, int]) -> UploadView:
     """An upload's body; `received` has the bytes of each file that lie staged."""
-    files = {}
-    for name, file in upload.files.items():
-        here = file.size if upload.state == "ready" else received[name]
-        files[name] = UploadFileView(size=file.size, sha256=file.sha256, received=here)
-    same = {
-        name: getattr(upload, name) for name in UploadView.model_fields if hasattr(upload, name)
+    here = {
+        name: file["size"] if upload.state == "ready" else received.get(name, 0)
+        for name, file in upload.files.items()
     }
-    missing = [name for name, file in files.items() if file.received != file.size]
-    return UploadView.model_validate({**same, "files": files, "missing": missing})
+    own = {name: getattr(upload, name) for name in UploadView.model_fields if hasattr(upload, name)}
+    files = {name: {**file, "received": here[name]} for name, file in upload.files.items()}
+    missing = [name for name, file in upload.files.items() if here[name] != file["size"]]
+    return UploadView.model_validate({**own, "files": files, "missing": missing})

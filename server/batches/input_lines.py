@@ -79,7 +79,7 @@ async def check_input(
         The number of lines, and the errors of the first bad ones. Raises like `read_lines`.
     """
     check = _InputCheck(endpoint, max_lines, max_bytes)
-    async with aclosing(_read_groups(blobs, sha256, max_bytes)) as groups:
+    async with aclosing(read_lines(blobs, sha256, max_bytes)) as groups:
         async for lines in groups:
             if not await work(partial(check.take, lines), sum(len(raw) for _, raw in lines)):
                 break
@@ -136,23 +136,15 @@ def input_error(
 
 async def read_lines(
     blobs: BlobStore, sha256: str, max_bytes: int
-) -> AsyncGenerator[tuple[int, bytes], None]:
-    """Number and bytes of each line that is not blank. A line over `max_bytes` is cut one byte after them.
+) -> AsyncGenerator[list[tuple[int, bytes]], None]:
+    """Number and bytes of each line that is not blank, in groups: those that end in one piece of the file.
+
+    A line over `max_bytes` is cut one byte after them.
 
     Raises:
         AdapterUnavailableError: The blob is missing or corrupt; this may come after the first lines.
         CapacityError: The store cannot be reached.
     """
-    async with aclosing(_read_groups(blobs, sha256, max_bytes)) as groups:
-        async for lines in groups:
-            for line in lines:
-                yield line
-
-
-async def _read_groups(
-    blobs: BlobStore, sha256: str, max_bytes: int
-) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-    """The lines that `read_lines` yields, in groups: those that end in one piece of the file."""
     pieces = read_pieces(blobs, sha256)
     groups = _groups(pieces, max_bytes)
     try:

@@ -76,31 +76,31 @@ async def write_files(services: Services, batch: BatchRow, owner: str, status: s
         status: How it ends: completed, cancelled, expired or failed.
     """
     with ExitStack() as stack:
-        output, errors = (stack.enter_context(services.blobs.create()) for _ in range(2))
+        blobs = {
+            name: stack.enter_context(services.blobs.create())
+            for name in ("output_file_id", "error_file_id")
+        }
         after = 0
         while page := await services.registry.batches.results(batch.id, after, PAGE_LINES):
             after = page[-1].line
             for each in page:
-                await in_thread(
-                    (errors if each.is_error else output).write, f"{each.result}\n".encode()
-                )
-        blobs = {name: blob for name, blob in (("output", output), ("error", errors)) if blob.size}
+                blob = blobs["error_file_id" if each.is_error else "output_file_id"]
+                await in_thread(blob.write, f"{each.result}\n".encode())
         files = {}
         for name, blob in blobs.items():
-            await in_thread(blob.prepare)
-            filename = f"{batch.id}_{name}.jsonl"
-            now = services.clock.now()
-            files[f"{name}_file_id"] = new_file(
-                batch.tenant_id,
-                filename,
-                "batch_output",
-                now,
-                size_bytes=blob.size,
-                sha256=blob.sha256(),
-            )
+            if blob.size:
+                await in_thread(blob.prepare)
+                files[name] = new_file(
+                    batch.tenant_id,
+                    f"{batch.id}_{name.removesuffix('_file_id')}.jsonl",
+                    "batch_output",
+                    services.clock.now(),
+                    size_bytes=blob.size,
+                    sha256=blob.sha256(),
+                )
 
         async def store() -> None:
-            for blob in blobs.values():
-                await in_thread(blob.commit)
+            for name in files:
+                await in_thread(blobs[name].commit)
 
         await services.registry.batches.end(batch.id, owner, status, files, store)

@@ -53,7 +53,7 @@ async def create_file(request: Request, services: Wired, caller: InferTenant) ->
     await in_thread(services.blobs.check_room, min(limit, content_length(request) or 0))
     with (
         services.drain.cancelling(),
-        services.uploads.in_progress.stream(caller.tenant_id),
+        services.uploads.stream(caller.tenant_id),
         services.blobs.create() as blob,
     ):
         form = await read_form(request, FileForm, blob, limit, services.bodies.pace)

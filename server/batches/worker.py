@@ -211,17 +211,19 @@ class BatchWorker:
         done = await services.registry.batches.done_lines(batch.id)
         try:
             async with (
-                asyncio.TaskGroup() as group,
-                aclosing(read_lines(services.blobs, batch.input_sha256, limit)) as lines,
+                asyncio.TaskGroup() as running,
+                aclosing(read_lines(services.blobs, batch.input_sha256, limit)) as groups,
             ):
-                async for number, raw in lines:
-                    if number not in done:
+                async for lines in groups:
+                    for number, raw in lines:
+                        if number in done:
+                            continue
                         await ahead.acquire()
                         parse = partial(parse_line, raw, batch.endpoint, limit)
                         line = await services.bodies.long_work.run(
                             parse, len(raw), batch.tenant_id, runner.weight
                         )
-                        task = group.create_task(runner.run(number, line))
+                        task = running.create_task(runner.run(number, line))
                         task.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as several:
             error = several.exceptions[0]

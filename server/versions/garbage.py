@@ -1,24 +1,36 @@
-"""Deletes what is no longer referred to: right after a delete, and the rest in sweeps every few minutes."""
+"""Deletes what is no longer referred to: right after a delete, and the rest in sweeps every few minutes.
+
+Weights of ephemeral versions lie in this server's memory for as long as a request may need them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import structlog
 
-from manylora.errors import CapacityError, EngineUnavailableError, ManyloraError
+from manylora.errors import (
+    AdapterUnavailableError,
+    CapacityError,
+    EngineUnavailableError,
+    ManyloraError,
+)
+from manylora.registry.names import model_not_found
 from manylora.registry.records import Removed
 from manylora.server.process.threads import cancel_all, in_thread
+from manylora.server.versions.resolved_model import ResolvedModel
 
 if TYPE_CHECKING:
+    from manylora.adapters.blobs.memory import MemoryBlobs
     from manylora.adapters.blobs.store import BlobStore
     from manylora.engine.process.client import EngineClient
     from manylora.registry.registry import Registry
-    from manylora.server.versions.memory import EphemeralWeights
     from manylora.server.versions.pins import PinKeeper
 
 log = structlog.get_logger("manylora.server")
@@ -31,6 +43,52 @@ SWEEP_S = 300.0
 """Seconds from one sweep to the next."""
 STALE_UPLOAD_S = 3600.0
 """Seconds after which a temporary blob counts as abandoned."""
+
+
+@dataclass(eq=False)
+class EphemeralWeights:
+    """Weights in memory, by SHA-256 (64 hex digits), and the requests that hold them. Thread: the event loop's."""
+
+    blobs: MemoryBlobs
+    engine: EngineClient
+    """Loads adapters from the weights."""
+    server: str
+    """Name of this server, by which a version says who has its weights."""
+    _held: Counter[str] = field(default_factory=Counter, init=False)
+    """Requests by the weights of their version."""
+
+    def hold(self, model: ResolvedModel, now: datetime) -> Callable[[], None]:
+        """Keep the weights of an ephemeral version for a request; returns the function that ends that.
+
+        Raises:
+            NotFoundError: The version's time is over; code model_not_found.
+            AdapterUnavailableError: This server's memory does not have the weights; code adapter_not_here.
+        """
+        version = model.version
+        if version is None or (version.expires_at is not None and version.expires_at <= now):
+            raise model_not_found(model.name)
+        weights = version.weights_sha256
+        if version.held_by != self.server or weights not in self.blobs:
+            message = f"Version {version.version} of `{model.name}` is ephemeral, and not in the memory of this server."
+            hint = "Ask the server that it was pushed to, or push it to this one."
+            raise AdapterUnavailableError(f"{message} {hint}", code="adapter_not_here")
+        self._held[weights] += 1
+
+        def release() -> None:
+            self._held[weights] -= 1
+            if not self._held[weights]:
+                del self._held[weights]
+
+        return release
+
+    def is_used(self, weights: str) -> bool:
+        """Return true if a request that has not ended may still have to load these weights, in memory or stored."""
+        return self._held[weights] > 0 or self.engine.uses(weights)
+
+    async def free(self, weights: str) -> None:
+        """Free weights that no version has any more; a sweep deletes a blob of them in the store."""
+        self.blobs.delete(weights)
+        await self.engine.drop_weights(weights)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -129,6 +187,7 @@ async def _quietly(work: Coroutine[None, None, object], failure: str) -> None:
         log.warning(failure, exc_info=error)
 
 
+@dataclass(eq=False, kw_only=True)
 class Sweeper:
     """Deletes leftovers every `SWEEP_S` seconds.
 
@@ -136,28 +195,15 @@ class Sweeper:
     uploads with their files, files without an upload, abandoned temporary blobs, blobs that no
     version refers to, and expired answers. Each sweep looks for all of them, so a sweep that is cut short loses
     nothing. Thread: the event loop's.
-
-    Args:
-        garbage: Deletes blobs.
-        server: Name of this server.
-        sweep_staged: Deletes files of uploads that are gone; returns the number of uploads.
-        owns_store: True if no other server writes to the blob store.
     """
 
-    def __init__(
-        self,
-        garbage: BlobGarbage,
-        server: str,
-        sweep_staged: Callable[[], Awaitable[int]],
-        *,
-        owns_store: bool,
-    ) -> None:
-        self._garbage = garbage
-        self._server = server
-        self._sweep_staged = sweep_staged
-        self._owns_store = owns_store
-        self._unreferenced: set[str] = set()
-        """Blobs that the last sweep found. Where other servers may use them, they are deleted at the second time."""
+    garbage: BlobGarbage
+    sweep_staged: Callable[[], Awaitable[int]]
+    """Deletes files of uploads that are gone; returns the number of uploads."""
+    owns_store: bool
+    """No other server writes to the blob store."""
+    _unreferenced: set[str] = field(default_factory=set, init=False)
+    """Blobs that the last sweep found. Where other servers may use them, they are deleted at the second time."""
 
     async def start(self) -> asyncio.Task[None]:
         """Sweep once, then go on in the task that this returns; the next start sweeps what is left when it ends."""
@@ -173,20 +219,20 @@ class Sweeper:
         Returns:
             Number of deleted leftovers, by kind.
         """
-        registry = self._garbage.registry
+        registry = self.garbage.registry
         if is_start:
-            await self._garbage.remove(await registry.ephemeral.lose(self._server))
-        await self._garbage.remove(await registry.ephemeral.expire())
+            await self.garbage.remove(await registry.ephemeral.lose(self.garbage.weights.server))
+        await self.garbage.remove(await registry.ephemeral.expire())
         uploads, answers = await registry.uploads.forget_old()
         # Before this process begins to write, nothing writes to a store of its own.
-        age_s = 0.0 if is_start and self._owns_store else STALE_UPLOAD_S
+        age_s = 0.0 if is_start and self.owns_store else STALE_UPLOAD_S
         swept = {
             "uploads": uploads,
             "answers": answers,
-            "staged": await self._sweep_staged(),
+            "staged": await self.sweep_staged(),
             "files": await registry.files.forget_expired(),
             "batches": await registry.batches.forget_old(),
-            "temporary": await asyncio.to_thread(self._garbage.blobs.sweep, age_s),
+            "temporary": await asyncio.to_thread(self.garbage.blobs.sweep, age_s),
             "blobs": await self._sweep_blobs(),
             "weights": await self._sweep_memory(),
         }
@@ -200,27 +246,28 @@ class Sweeper:
             await _quietly(self.sweep(), "sweep_failed")
 
     async def _sweep_blobs(self) -> int:
-        adapters = self._garbage.registry.adapters
-        digests = await asyncio.to_thread(lambda: list(self._garbage.blobs.digests()))
+        digests = await asyncio.to_thread(lambda: list(self.garbage.blobs.digests()))
         doomed: list[str] = []
         for start in range(0, len(digests), BLOBS_AT_ONCE):
-            doomed += await adapters.unreferenced(digests[start : start + BLOBS_AT_ONCE])
-        if not self._garbage.is_alone:
+            doomed += await self.garbage.registry.adapters.unreferenced(
+                digests[start : start + BLOBS_AT_ONCE]
+            )
+        if not self.garbage.is_alone:
             found = set(doomed)
             doomed = list(found & self._unreferenced)
             self._unreferenced = found
-        await self._garbage.delete(doomed)
+        await self.garbage.delete(doomed)
         return len(doomed)
 
     async def _sweep_memory(self) -> int:
         """Free weights that no ephemeral version has: one of them may have become a usual version, for example."""
-        registry = self._garbage.registry
-        weights = self._garbage.weights
+        registry = self.garbage.registry
+        weights = self.garbage.weights
         if not weights.blobs.digests():
             return 0
         async with registry.adapters.locking_unreferenced(()):
             here = set(weights.blobs.digests())
-            gone = here - await registry.ephemeral.weights(self._server)
+            gone = here - await registry.ephemeral.weights(self.garbage.weights.server)
             doomed = [each for each in gone if not weights.is_used(each)]
             for each in doomed:
                 await weights.free(each)

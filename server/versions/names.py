@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,21 +20,15 @@ if TYPE_CHECKING:
     from manylora.registry.registry import Registry
 
 
+@dataclass(eq=False)
 class ModelNames:
-    """Finds the models that requests name.
+    """Finds the models that requests name."""
 
-    Args:
-        registry: Knows the adapters.
-        base_names: Names of the base, the one that clients call it by first.
-        has_hints: Look for what may have been meant by an unknown name.
-    """
-
-    def __init__(
-        self, registry: Registry, base_names: Sequence[str], *, has_hints: bool = True
-    ) -> None:
-        self._registry = registry
-        self._base_names = base_names
-        self._has_hints = has_hints
+    registry: Registry
+    base_names: Sequence[str]
+    """Names of the base, the one that clients call it by first."""
+    has_hints: bool = True
+    """Look for what may have been meant by an unknown name."""
 
     async def resolve(
         self,
@@ -73,17 +68,17 @@ class ModelNames:
         return by_model
 
     async def _resolve_one(self, tenant_id: str | None, sticky: str, text: str) -> ResolvedModel:
-        if text in self._base_names[:1]:
+        if text in self.base_names[:1]:
             return ResolvedModel(name=text)
         # Names of adapters have no colon.
-        prefixes = (f"{base}:" for base in self._base_names)
+        prefixes = (f"{base}:" for base in self.base_names)
         prefix = next((each for each in prefixes if text.startswith(each)), "")
         selector = text.removeprefix(prefix)
         owner_id = tenant_id or await self._tenant_of_selector(selector)
         try:
-            adapter, version = await self._registry.adapters.resolve(owner_id, selector, sticky)
+            adapter, version = await self.registry.adapters.resolve(owner_id, selector, sticky)
         except NotFoundError as error:
-            if tenant_id is None or not self._has_hints:
+            if tenant_id is None or not self.has_hints:
                 raise
             raise await self._with_hint(tenant_id, selector, error) from error
         return ResolvedModel(name=text, adapter=adapter, version=version)
@@ -94,21 +89,21 @@ class ModelNames:
         if owner is None:
             raise model_not_found(text)
         try:
-            return (await self._registry.tenants.get_tenant(owner)).id
+            return (await self.registry.tenants.get_tenant(owner)).id
         except NotFoundError as error:
             raise model_not_found(text) from error
 
     async def _with_hint(self, tenant_id: str, text: str, error: NotFoundError) -> NotFoundError:
         """The error with a version or names that the client may have meant."""
         name = text.partition("@")[0]
-        adapters = self._registry.adapters
+        adapters = self.registry.adapters
         with suppress(NotFoundError):
             version = (await adapters.get_adapter(tenant_id, name)).current.version
             hint = f"Your adapter `{name}` has no such version or alias: ask for `{name}@{version}`, or set the alias"
             message = f"{error.message} {hint} (the name without @ means `{DEFAULT_ALIAS}`)."
             return NotFoundError(message, code=error.code, param=error.param)
         page = await adapters.list_adapters(tenant_id)
-        names = [*self._base_names[:1], *(adapter.name for adapter in page.items)]
+        names = [*self.base_names[:1], *(adapter.name for adapter in page.items)]
         near = difflib.get_close_matches(name, names)
         if not near:
             return error

@@ -26,8 +26,8 @@ from api_server import ADMIN_KEY, Api
 from manylora import client as client_module
 from manylora.config import environment
 from manylora.registry.idempotency import KeptAnswer
-from manylora.registry.records import FileFacts, UploadDraft
 from recording_server import Recorder
+from registry_samples import Draft
 
 pytestmark = pytest.mark.anyio
 DRAINING = {"error": {"message": "The server is shutting down.", "code": "server.draining"}}
@@ -192,15 +192,15 @@ async def test_a_push_finds_its_upload_behind_a_hundred_ended_ones(api: Api, fol
     key, uploads = await api.key("acme"), api.services.registry.uploads
     tenant_id = (await api.client(key).get("/v1/me")).json()["tenant"]["id"]
     files = {
-        name: FileFacts(size=1, sha256="0" * 64)
+        name: {"size": 1, "sha256": "0" * 64}
         for name in ("adapter_config.json", "adapter_model.safetensors")
     }
-    draft = UploadDraft(name="old", description=None, activate=True, files=files)
+    draft = Draft(name="old")
     for _ in range(100):
         made = await uploads.create(
             tenant_id,
             draft,
-            None,
+            files,
             None,
             lambda upload: KeptAnswer(status=201, body={"id": upload.id}),
         )

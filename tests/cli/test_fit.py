@@ -19,7 +19,7 @@ from manylora.adapters.lora.layout import adapter_pages
 from manylora.cli import make_app
 from manylora.config import GIB, Config, MemoryConfig, ModelConfig, Weights
 from manylora.engine.build import build_engine
-from manylora.server.adapters.offline_fit import plan_capacity
+from manylora.server.adapters.offline_fit import planned_engine
 from real_models import real_config
 
 ADAPTERS = DEMO_MODEL.parent / "adapters"
@@ -44,13 +44,13 @@ def answer(*arguments: str, status: int = 0, model: Path = DEMO_MODEL) -> Any:
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 def test_the_plan_is_the_engines_own(weights: Weights) -> None:
     config = replace(CONFIG, model=replace(CONFIG.model, weights=weights))
-    planned = plan_capacity(config)
+    planned = planned_engine(config)
     parts = build_engine(config)
     try:
         ready = parts.ready
         assert planned.memory == ready.memory
-        assert planned.capacity.geometry == ready.geometry
-        assert planned.capacity.max_model_len == ready.max_model_len
+        assert planned.geometry == ready.geometry
+        assert planned.max_model_len == ready.max_model_len
         assert planned.base.modules == ready.base.modules
     finally:
         parts.core.close()
@@ -77,10 +77,10 @@ def test_adapters_on_disk_need_the_pages_that_the_layout_gives_them() -> None:
     assert body["slots"]["needed"] == len(folders)
     ranks = {Path(item["adapter"]).name: item["rank"] for item in body["adapters"]}
     assert ranks == {"pirate": 4, "shout": 8, "french": 32, "json": 16, "haiku": 24}
-    planned = plan_capacity(CONFIG)
+    planned = planned_engine(CONFIG)
     q_and_v = {(layer, module): 4 for layer in range(planned.base.num_layers) for module in (0, 2)}
     pirate = next(item for item in body["adapters"] if item["adapter"].endswith("pirate"))
-    assert pirate["pages"] == adapter_pages(q_and_v, planned.base, planned.capacity.geometry)
+    assert pirate["pages"] == adapter_pages(q_and_v, planned.base, planned.geometry)
 
 
 def test_adapters_of_mlx_are_measured_as_they_are(mlx_folder: Path) -> None:
@@ -198,7 +198,7 @@ def test_another_machine_is_planned_from_a_config_alone(
         + 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096)
         + 4096
     )
-    reserved = plan_capacity(
+    reserved = planned_engine(
         Config(model=ModelConfig(path=str(tmp_path), device="cuda")), 80
     ).memory.reserved.total
     tables = (

@@ -18,7 +18,7 @@ from api_server import Api
 from manylora import client
 from manylora.cli import make_app
 from manylora.errors import ClientError
-from manylora.server.uploads import staged_files
+from manylora.server.uploads.staged_files import StagedFiles
 
 pytestmark = pytest.mark.anyio
 
@@ -111,14 +111,14 @@ async def test_push_goes_on_after_a_broken_connection(
     monkeypatch.setattr(client, "PAUSES_S", (0, *[0.2] * 7))
     key, size = await api.key("acme"), len(sound().weights)
     received: list[int] = []
-    opening = staged_files.FolderWriter.open
+    opening = StagedFiles.writer
 
-    def seen(writer: Any, offset: int | None) -> None:
-        if writer._path.name.endswith("safetensors"):
+    def seen(staged: StagedFiles, upload_id: str, name: str, offset: int | None) -> Any:
+        if name.endswith("safetensors"):
             received.append(offset or 0)
-        opening(writer, offset)
+        return opening(staged, upload_id, name, offset)
 
-    monkeypatch.setattr(staged_files.FolderWriter, "open", seen)
+    monkeypatch.setattr(StagedFiles, "writer", seen)
     cuts = [size // 3, size // 3]
     async with api.listening() as url, breaking(url, cuts) as broken:
         pushed = await run("adapter", "push", str(folder), "--url", broken, "--key", key, "--json")

@@ -10,7 +10,7 @@ from manylora.errors import CapacityError, InvalidRequestError, NotFoundError
 from manylora.registry.db.models import TenantRow
 from manylora.registry.records import Removed
 from manylora.registry.registry import Registry
-from registry_samples import NOON, StandingClock, facts, kept_statements, publish_version
+from registry_samples import NOON, Draft, StandingClock, facts, kept_statements, publish_version
 
 pytestmark = pytest.mark.anyio
 
@@ -205,7 +205,7 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
     order: list[str] = []
 
     async def publish(process: Registry) -> None:
-        async with process.adapters.publishing(acme.id, "support", facts("a")):
+        async with process.adapters.publishing(acme.id, Draft(name="support"), facts("a")):
             order.append("stored")
 
     sha256 = facts("a").weights_sha256
@@ -226,7 +226,7 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
 
 async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: TenantRow) -> None:
     with pytest.raises(CapacityError):
-        async with registry.adapters.publishing(acme.id, "support", facts("a")):
+        async with registry.adapters.publishing(acme.id, Draft(name="support"), facts("a")):
             raise CapacityError("full", code="storage.full")
     with pytest.raises(NotFoundError):
         await registry.adapters.get_adapter(acme.id, "support")
@@ -242,16 +242,16 @@ async def test_adapters_of_all_tenants_are_listed_by_tenant_and_name_in_pages(
             await publish_version(registry, tenant.id, name, facts(f"{tenant.name}{name}"))
     listed, after = [], None
     for size in (2, 2, 1):
-        page = await registry.adapters.list_every_adapter(after=after, limit=2)
+        page = await registry.adapters.list_adapters(None, after=after, limit=2)
         assert len(page.items) == size
         listed += [f"{adapter.tenant}/{adapter.name}" for adapter in page.items]
         after = page.next
     assert listed == ["a-b/a", "a-b/b", "a-b/c", "acme/b", "acme/z"]
     assert after is None
-    assert [a.name for a in (await registry.adapters.list_every_adapter(after="acme")).items] == [
+    assert [a.name for a in (await registry.adapters.list_adapters(None, after="acme")).items] == [
         "b",
         "z",
     ]
-    assert (await registry.adapters.list_every_adapter(after="acme/z")).items == ()
+    assert (await registry.adapters.list_adapters(None, after="acme/z")).items == ()
     with pytest.raises(InvalidRequestError):
-        await registry.adapters.list_every_adapter(after="nul/\x00")
+        await registry.adapters.list_adapters(None, after="nul/\x00")

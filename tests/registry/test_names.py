@@ -226,10 +226,7 @@ async def test_no_upload_ends_a_canary_and_a_deleted_version_leaves_it(
         await registry.adapters.resolve(acme.id, "support")
 
 
-WRONG_MEANINGS: list[Any] = [
-    *(4, 0, True, 1 << 63),
-    *({}, {4: 1}, {1: 0}, {1: -1}, {1: 10_001}, {1: True}, dict.fromkeys(range(1, 10), 1)),
-]
+WRONG_MEANINGS: list[Any] = [4, 0, {4: 1}, {3: 1, 4: 1}]
 
 
 @pytest.mark.parametrize(

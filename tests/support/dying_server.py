@@ -23,7 +23,7 @@ from manylora.adapters.blobs import local as blobs
 from manylora.cli import main
 from manylora.config import environment
 from manylora.engine.status import EngineReady
-from manylora.registry import adapters, publication, uploads
+from manylora.registry import adapters, uploads
 from manylora.server import serve
 from manylora.server.adapters import idempotency
 from manylora.server.adapters import resumable_upload as piecewise
@@ -91,14 +91,14 @@ def install() -> None:
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
     _watch(adapters.Adapters, "publishing", "transaction")
     # In the transaction, whose rows are written and not committed; and after it.
-    _watch(publication.Publication, "check_limits", "limits")
+    _watch(uploads.Publication, "keep", "limits")
     _watch(Metrics, "learn_adapter", "naming")
     _watch(idempotency, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
     _watch(staged_files, "write_all", "staged bytes", lambda _, chunk: len(chunk) > 0)
     _watch(os, "fsync", "staged sync", lambda fd: "/uploads/" in os.readlink(f"/proc/self/fd/{fd}"))
     _watch(piecewise, "gather", "gathering")
-    _watch(staged_files.StagedFolder, "delete", "clearing")
+    _watch(staged_files.StagedFiles, "delete", "clearing")
 
 
 def _serve(arguments: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from sqlalchemy import Engine, event
 from manylora.adapters.ref import LoraSpec, content_digest
 from manylora.registry.db import migrations
 from manylora.registry.db.database import Database
+from manylora.registry.idempotency import KeptAnswer
 from manylora.registry.records import Adapter, AdapterVersion, UsageEvent, VersionFacts
 from manylora.registry.registry import Registry
 from manylora.registry.servers import Server
@@ -45,6 +46,15 @@ class StandingClock:
         self.seconds += seconds
 
 
+@dataclass(kw_only=True)
+class Draft:
+    """A version to come."""
+
+    name: str
+    description: str | None = None
+    activate: bool = True
+
+
 def facts(content: str, rank: int = 8) -> VersionFacts:
     """What an upload of these weights would be found to be."""
     spec = LoraSpec(
@@ -72,11 +82,13 @@ async def publish_version(
     name: str,
     facts: VersionFacts,
     description: str | None = None,
+    activate: bool = True,
     **options: Any,
 ) -> tuple[Adapter, AdapterVersion, bool]:
     """Publish with nothing else in the transaction: the adapter, its version, and whether that is new."""
-    async with registry.adapters.publishing(tenant_id, name, facts, description, **options) as made:
-        pass
+    draft = Draft(name=name, description=description, activate=activate)
+    async with registry.adapters.publishing(tenant_id, draft, facts, **options) as made:
+        await made.keep(KeptAnswer(status=201, body={}))
     return made.adapter, made.adapter.current, made.is_new
 
 

@@ -12,9 +12,9 @@ from api_server import BASE, Api, Client
 from fake_engine import demo_ready
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.lora.layout import adapter_pages
-from manylora.engine.status import ResidentAdapter
-from manylora.server.adapters.fit import Capacity, find_fit, planned_item
-from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
+from manylora.engine.status import EngineReady, ResidentAdapter
+from manylora.server.adapters.fit import find_fit, planned_item, requests_in
+from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView, PlannedAdapters
 from manylora.server.uploads.validation import AdapterValidator
 
 pytestmark = pytest.mark.anyio
@@ -143,9 +143,9 @@ async def test_an_admin_asks_for_a_tenant_or_by_full_name(api: Api, acme: Client
         ({"ranks": [{"rank": 65}]}, "ranks"),
         ({"ranks": [{"rank": 8, "count": 0}]}, "ranks.0.count"),
         ({"ranks": [{"rank": 8, "alpha": 1}]}, "ranks.0.alpha"),
-        ({"ranks": [{"rank": 8, "target_modules": "q_proj"}]}, "ranks"),
-        ({"ranks": [{"rank": 8, "target_modules": []}]}, "ranks"),
-        ({"ranks": [{"rank": 8, "target_modules": ["lm_head"]}]}, "ranks"),
+        ({"ranks": [{"rank": 8, "target_modules": "q_proj"}]}, "ranks.0.target_modules"),
+        ({"ranks": [{"rank": 8, "target_modules": []}]}, "ranks.0.target_modules"),
+        ({"ranks": [{"rank": 8, "target_modules": ["lm_head"]}]}, "ranks.0.target_modules.0"),
         ({"ranks": [{"rank": 8}] * 33}, "ranks"),
         ({"ranks": [{"rank": 8}], "model": "x"}, "model"),
     ],
@@ -168,9 +168,9 @@ async def test_weights_that_cannot_be_read_are_503(api: Api, acme: Client) -> No
     assert (await ask(api, status=503, adapters=["pirate"]))["code"] == "adapter_load_failed"
 
 
-def room(pages: int, slots: int = 8) -> Capacity:
+def room(pages: int, slots: int = 8) -> EngineReady:
     ready = demo_ready(max_model_len=100, num_pages=pages)
-    return Capacity.of(replace(ready, memory=replace(ready.memory, slots=slots)))
+    return replace(ready, memory=replace(ready.memory, slots=slots))
 
 
 def item(pages: int, count: int = 1, digest: str | None = None) -> AdapterFitItem:
@@ -181,7 +181,7 @@ def item(pages: int, count: int = 1, digest: str | None = None) -> AdapterFitIte
 
 def test_a_set_fits_as_long_as_one_block_of_kv_cache_does() -> None:
     just = find_fit([item(3, count=3)], room(10))
-    assert (just.fits, just.pages.left, room(10).requests(1)) == (True, 1, 0)
+    assert (just.fits, just.pages.left, requests_in(1, room(10))) == (True, 1, 0)
     full = find_fit([item(10)], room(10))
     assert (full.fits, full.pages.left, "they take turns" in full.message) == (False, 0, True)
     assert find_fit([item(10)], room(11)).fits
@@ -203,7 +203,7 @@ def test_what_is_left_is_told_in_requests_too() -> None:
 @pytest.mark.parametrize("rank", [1, 8, 12, 64])
 def test_waste_is_what_the_weights_do_not_fill(rank: int) -> None:
     base = demo_ready().base
-    planned = planned_item(rank, [], 1, base, room(10))
+    planned = planned_item(PlannedAdapters(rank=rank), room(10))
     weights = (
         sum(rank * (module.in_features + module.out_features) for module in base.modules)
         * base.num_layers

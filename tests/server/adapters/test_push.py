@@ -185,7 +185,7 @@ async def test_another_server_says_that_it_has_not_got_it(
     client = await app.tenant("acme")
     body = await pushed(client, sound().weights)
     object.__setattr__(app.services, "server_name", "srv_other")
-    monkeypatch.setattr(app.services.versions.weights, "_server", "srv_other")
+    monkeypatch.setattr(app.services.versions.weights, "server", "srv_other")
     refused = await ask(client)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_not_here")
     assert "retry-after" in refused.headers
@@ -315,11 +315,11 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(app: Api) -> No
         )
         writer.write(head.encode() + weights[: len(weights) // 2])
         await writer.drain()
-        await eventually(lambda: app.services.uploads.in_progress.streams)
+        await eventually(lambda: app.services.uploads.streams)
         writer.close()
         await eventually(
             lambda: (
-                not app.services.uploads.in_progress.streams
+                not app.services.uploads.streams
                 and not app.services.versions.weights.blobs.num_bytes
             )
         )

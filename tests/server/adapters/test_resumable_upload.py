@@ -103,7 +103,7 @@ async def begin_to_send(
     )
     writer.write(head + GOOD.weights[:num_bytes])
     await writer.drain()
-    await eventually(api.services.uploads.in_progress.streams.total)
+    await eventually(api.services.uploads.streams.total)
     return reader, writer
 
 
@@ -112,7 +112,7 @@ async def test_a_broken_connection_keeps_what_arrived(api: Api, acme: Client, ur
     half = len(GOOD.weights) // 2
     _, writer = await begin_to_send(api, url, await api.key("acme"), upload_id, half)
     writer.close()
-    await eventually(lambda: not api.services.uploads.in_progress.streams)
+    await eventually(lambda: not api.services.uploads.streams)
     received = (await acme.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"]
     assert received == half
     await put(acme, upload_id, WEIGHTS, GOOD.weights[half:], half, len(GOOD.weights))
@@ -180,15 +180,6 @@ async def test_bytes_that_were_not_announced_must_be_sent_again(api: Api, acme: 
     assert (await complete(acme, upload_id)).status_code == 201
 
 
-async def test_the_form_may_announce_a_digest_too(api: Api, acme: Client) -> None:
-    digest = facts(GOOD.weights)["sha256"]
-    assert code(await upload(acme, "a", sha256="0" * 64)) == (422, "upload.digest_mismatch")
-    assert code(await upload(acme, "a", sha256="no digest")) == (400, "invalid_value")
-    assert api.files() == []
-    assert (await upload(acme, "a", sha256=f"sha256:{digest}")).status_code == 201
-    assert (await upload(acme, "a", sha256=digest)).status_code == 200
-
-
 async def test_a_digest_alone_gives_nobody_the_weights(
     api: Api, acme: Client, rival: Client
 ) -> None:
@@ -207,7 +198,7 @@ async def test_another_tenants_upload_looks_like_none(
     api: Api, acme: Client, rival: Client
 ) -> None:
     upload_id = await send_all(acme, GOOD)
-    with api.services.uploads.in_progress.writing(upload_id, CONFIG, WEIGHTS):
+    with api.services.uploads.writing(upload_id, CONFIG, WEIGHTS):
         for method, path in (
             ("GET", "/v1/uploads/{}"),
             ("DELETE", "/v1/uploads/{}"),
@@ -231,7 +222,7 @@ async def test_nobody_writes_beside_another(api: Api, acme: Client) -> None:
         await send_all(acme, GOOD),
         (await api.services.registry.tenants.get_tenant("acme")).id,
     )
-    with api.services.uploads.in_progress.writing(upload_id, WEIGHTS):
+    with api.services.uploads.writing(upload_id, WEIGHTS):
         for answer in (
             await put(acme, upload_id, WEIGHTS, GOOD.weights),
             await complete(acme, upload_id),
@@ -240,8 +231,8 @@ async def test_nobody_writes_beside_another(api: Api, acme: Client) -> None:
             assert code(answer) == (409, "upload.busy")
             assert int(answer.headers["retry-after"]) >= 1
     with (
-        api.services.uploads.in_progress.stream(tenant_id),
-        api.services.uploads.in_progress.stream(tenant_id),
+        api.services.uploads.stream(tenant_id),
+        api.services.uploads.stream(tenant_id),
     ):
         refused = await put(acme, upload_id, WEIGHTS, GOOD.weights)
         assert code(refused) == (429, "upload.too_many")
@@ -276,7 +267,7 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_wr
     assert await sweeper.sweep() == {**first, "weights": 0}
     api.ahead = timedelta(hours=25)
     assert (await acme.get(f"/v1/uploads/{old}")).status_code == 404
-    with api.services.uploads.in_progress.writing(old, WEIGHTS):
+    with api.services.uploads.writing(old, WEIGHTS):
         swept = await sweeper.sweep()
         assert (swept["uploads"], swept["staged"], len(staged(api))) == (2, 0, 2)
     assert (await sweeper.sweep())["staged"] == 1

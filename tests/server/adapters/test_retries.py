@@ -14,13 +14,12 @@ from api_adapters import sound, upload
 from api_server import ADMIN_KEY, Api, Client
 from bad_upload import Upload
 from manylora.registry.idempotency import AnsweredBeforeError, KeptAnswer, Retry, body_digest
-from manylora.registry.records import FileFacts, UploadDraft
 from manylora.registry.registry import Registry
 from manylora.server.serve import sweeper_of
 from manylora.server.uploads.validation import AdapterValidator
 from piecewise_client import WEIGHTS, announce, code, complete, send_all
 from postgres_server import KINDS, database_of
-from registry_samples import facts
+from registry_samples import Draft, facts
 
 pytestmark = pytest.mark.anyio
 
@@ -171,8 +170,10 @@ async def test_of_two_servers_one_makes_the_change(
     async def publish(registry: Registry, number: int) -> int:
         answer = KeptAnswer(status=201, body={"number": number})
         try:
-            async with registry.adapters.publishing(tenant.id, "pirate", facts("x")) as made:
-                await made.keep_answer(retry, answer)
+            async with registry.adapters.publishing(
+                tenant.id, Draft(name="pirate"), facts("x")
+            ) as made:
+                await made.keep(answer, retry=retry)
         except AnsweredBeforeError as error:
             return int(error.answer.body["number"])
         return number
@@ -189,11 +190,14 @@ async def test_of_two_servers_one_makes_the_change(
             entry for entry in await other.list_audit() if entry.action == "adapter.publish"
         ]
         assert len(published) == 1
-        announced = {WEIGHTS: FileFacts(size=1, sha256="")}
-        draft = UploadDraft(name="p", description=None, activate=True, files=announced)
+        announced = {WEIGHTS: {"size": 1, "sha256": ""}}
         with pytest.raises(AnsweredBeforeError):
             await other.uploads.create(
-                tenant.id, draft, None, retry, lambda _: KeptAnswer(status=201, body={})
+                tenant.id,
+                Draft(name="p"),
+                announced,
+                retry,
+                lambda _: KeptAnswer(status=201, body={}),
             )
         assert (await other.uploads.list(tenant.id, None, 10)).items == ()
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
 import secrets
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -16,10 +14,10 @@ import pytest
 from api_adapters import sound
 from api_server import Api, Client
 from api_server import api as open_api
-from manylora.errors import BusyError, CapacityError, ConflictError
+from manylora.errors import ConflictError
 from manylora.server.serve import sweeper_of
 from manylora.server.uploads import staged_files
-from manylora.server.uploads.staged_files import StagedFolder, StagedObjects
+from manylora.server.uploads.staged_files import PieceFolder, StagedFiles
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, put, send_all
 from postgres_server import KINDS, database_of
 from s3_server import S3Server
@@ -128,7 +126,7 @@ async def test_bytes_that_only_one_server_spoilt_are_refused_and_due_again_at_bo
     assert (await complete(one, upload_id)).status_code == 201
 
 
-async def test_one_file_sent_to_both_at_once_becomes_right_or_is_refused(two: Two) -> None:
+async def test_one_file_sent_to_both_at_once_becomes_right(two: Two) -> None:
     upload_id = (await announce(two.clients[0], GOOD)).json()["id"]
     await put(two.clients[0], upload_id, CONFIG, GOOD.config)
     meet = asyncio.Barrier(2)
@@ -140,30 +138,20 @@ async def test_one_file_sent_to_both_at_once_becomes_right_or_is_refused(two: Tw
 
     answers = await asyncio.wait_for(
         asyncio.gather(
-            *(_send(two.clients[server], upload_id, slowly(SIZE), meet) for server in (0, 1))
+            *(
+                client.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=slowly(SIZE))
+                for client in two.clients
+            )
         ),
         30,
     )
-    assert {answer.status_code for answer in answers} <= {200, 409}
-    assert 200 in {answer.status_code for answer in answers}
-    for answer in answers:
-        assert answer.status_code == 200 or code(answer) == (409, "upload.busy")
+    assert {answer.status_code for answer in answers} == {200}
     assert [await two.received(upload_id, server) for server in (0, 1)] == [SIZE, SIZE]
     done = await asyncio.gather(*(complete(client, upload_id) for client in two.clients))
     assert sorted(answer.status_code for answer in done) == [200, 201], [
         answer.text for answer in done
     ]
     assert two.staged() == []
-
-
-async def _send(
-    client: Client, upload_id: str, body: AsyncIterator[bytes], meet: asyncio.Barrier
-) -> Any:
-    """Send the weights; a server that does not read on must not keep the other waiting."""
-    answer = await client.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=body)
-    if answer.status_code != 200:
-        await meet.wait()
-    return answer
 
 
 async def test_an_upload_deleted_at_one_server_is_gone_at_the_other(two: Two) -> None:
@@ -185,11 +173,10 @@ async def test_files_that_go_while_they_are_gathered_are_missing_again(
     def read_deleted(upload_id: str, name: str) -> Any:
         pieces = read(upload_id, name)
         two.apis[1].services.uploads.staged.delete(upload_id)
-        if isinstance(staged, StagedObjects):  # which lists them first, and finds none of them then
-            listed = staged_files._Piece(
-                0, SIZE, f"uploads/{upload_id}/{name}/{0:016}-{secrets.token_hex(8)}"
-            )
-            monkeypatch.setattr(staged, "_pieces", lambda _: {name: [listed]})
+        # It lists them first, and finds none of them then.
+        key = f"uploads/{upload_id}/{name}-{0:016}-{secrets.token_hex(8)}"
+        listed = staged_files._Piece(0, SIZE, key)
+        monkeypatch.setattr(staged, "_pieces", lambda _: {name: [listed]})
         return pieces
 
     with monkeypatch.context() as patch:
@@ -207,7 +194,7 @@ async def test_either_server_sweeps_what_the_other_left(two: Two) -> None:
     assert (await sweeper_of(two.apis[1].services).sweep())["staged"] == 1
     assert {kept in path for path in two.staged()} == {True}
     two.apis[1].ahead = timedelta(hours=25)
-    with two.apis[1].services.uploads.in_progress.writing(kept, WEIGHTS):
+    with two.apis[1].services.uploads.writing(kept, WEIGHTS):
         assert (await sweeper_of(two.apis[1].services).sweep())["staged"] == 0
     assert (await sweeper_of(two.apis[1].services).sweep())["staged"] == 1
     assert two.staged() == []
@@ -217,10 +204,8 @@ async def test_the_default_folder_of_blobs_keeps_uploads_in_the_data_folder(
     api: Api, acme: Client
 ) -> None:
     await send_all(acme, GOOD)
-    assert isinstance(api.services.uploads.staged, StagedFolder)
-    assert {path.parents[1] for path in api.services.config.server.data_dir.rglob(WEIGHTS)} == {
-        api.services.config.server.data_dir / "uploads"
-    }
+    data_dir = api.services.config.server.data_dir
+    assert {path.parents[1] for path in data_dir.rglob(f"{WEIGHTS}-*")} == {data_dir / "uploads"}
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
@@ -240,110 +225,97 @@ async def test_without_s3_a_piece_is_503_and_what_was_confirmed_stays(
     ).status_code == 200
 
 
-async def test_a_piece_in_s3_is_bounded_whole_and_never_replaced(
-    bucket: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged = StagedObjects(opened(bucket))
-    monkeypatch.setattr(staged_files, "OBJECT_BYTES", 1000)
+@pytest.fixture(params=["folder", "s3"])
+def staged(request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> StagedFiles:
+    return StagedFiles(PieceFolder(tmp_path) if request.param == "folder" else opened(bucket))
+
+
+async def test_a_piece_is_whole_and_never_replaced(staged: StagedFiles) -> None:
     content = secrets.token_bytes(4500)
-    early, late = staged.writer(UPLOAD, WEIGHTS), staged.writer(UPLOAD, WEIGHTS)
-    early.open(0)
-    late.open(0)
-    for start in range(0, 4500, 300):
-        early.write(bytearray(content[start : start + 300]))
-    assert staged.sizes(UPLOAD)[WEIGHTS] == 3600  # the server dies here: the rest is not there
-    assert {len(s3.get(bucket, key)) for key in s3.keys(bucket)} == {900}
-    late.write(bytearray(content[:500]))
-    late.close()
+    early, late = staged.writer(UPLOAD, WEIGHTS, 0), staged.writer(UPLOAD, WEIGHTS, 0)
+    for start in range(0, 3600, 900):
+        early(bytearray(content[start : start + 900]))
+    late(bytearray(content[:500]))
+    late(bytearray())
     assert staged.sizes(UPLOAD) == {CONFIG: 0, WEIGHTS: 3600}
-    third = staged.writer(UPLOAD, WEIGHTS)
-    third.open(3600)
-    third.write(bytearray(content[3600:]))
-    third.close()
-    early.close()
+    staged.writer(UPLOAD, WEIGHTS, 3600)(bytearray(content[3600:]))
+    early(bytearray(content[3600:]))
+    assert len(staged._pieces(UPLOAD)[WEIGHTS]) == 7
     assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content
     assert staged.ids() == [UPLOAD]
+    staged.writer(UPLOAD, CONFIG, None)(bytearray(b"{}"))
     staged.delete(UPLOAD, WEIGHTS)
-    assert (s3.keys(bucket), staged.ids()) == ([], [])
+    assert staged.sizes(UPLOAD) == {CONFIG: 2, WEIGHTS: 0}
+    staged.delete(UPLOAD)
+    staged.delete(UPLOAD)
+    assert staged.ids() == []
 
 
 async def test_pieces_that_overlap_or_leave_a_gap_count_as_far_as_they_reach(
-    bucket: str, s3: S3Server
+    staged: StagedFiles,
 ) -> None:
-    staged = StagedObjects(opened(bucket))
     content = secrets.token_bytes(100)
+    folder = f"uploads/{UPLOAD}"
     for number, (start, stop) in enumerate(
         [(0, 10), (0, 30), (20, 50), (5, 8), (50, 60), (70, 100)]
     ):
-        s3.put(
-            bucket,
-            f"manylora/uploads/{UPLOAD}/{WEIGHTS}/{start:016}-{number:016x}",
-            content[start:stop],
-        )
-    s3.put(bucket, f"manylora/uploads/{UPLOAD}/{WEIGHTS}/readme", b"not ours")
-    assert staged.sizes(UPLOAD)[WEIGHTS] == 60
+        key = f"{folder}/{WEIGHTS}-{start:016}-{number:016x}"
+        staged._store.put(key, bytearray(content[start:stop]))
+    for name in (f"{WEIGHTS}-readme", f"other.bin-{0:016}-{0:016x}"):
+        staged._store.put(f"{folder}/{name}", bytearray(b"not ours"))
+    assert staged.sizes(UPLOAD) == {CONFIG: 0, WEIGHTS: 60}
     assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content[:60]
-    writer = staged.writer(UPLOAD, WEIGHTS)
     with pytest.raises(ConflictError, match="go on with byte 60"):
-        writer.open(50)
-    writer.open(60)
-    writer.write(bytearray(content[60:75]))
-    writer.close()
+        staged.writer(UPLOAD, WEIGHTS, 50)
+    staged.writer(UPLOAD, WEIGHTS, 60)(bytearray(content[60:75]))
     assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content
 
 
-async def test_a_file_in_s3_takes_so_many_small_pieces(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_file_takes_a_limited_number_of_small_pieces(
+    staged: StagedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_files, "MAX_SHORT", 2)
-    staged = StagedObjects(opened(bucket))
     for start in (0, 1):
-        writer = staged.writer(UPLOAD, WEIGHTS)
-        writer.open(start)
-        writer.write(bytearray(b"x"))
-        writer.close()
-    writer = staged.writer(UPLOAD, WEIGHTS)
+        staged.writer(UPLOAD, WEIGHTS, start)(bytearray(b"x"))
     with pytest.raises(ConflictError) as caught:
-        writer.open(2)
+        staged.writer(UPLOAD, WEIGHTS, 2)
     assert caught.value.code == "upload.too_many_pieces"
-    writer.close()
-    writer.open(None)
+    staged.writer(UPLOAD, WEIGHTS, None)
     assert staged.sizes(UPLOAD)[WEIGHTS] == 0
 
 
-def test_a_folder_is_written_by_one_server_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_body_is_stored_in_pieces_of_a_bounded_size(
+    api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = StagedFolder(tmp_path), StagedFolder(tmp_path)
-    writer, second = one.writer(UPLOAD, WEIGHTS), other.writer(UPLOAD, WEIGHTS)
-    writer.open(0)
-    writer.write(bytearray(b"abc"))
-    for refused in (lambda: second.open(None), lambda: list(other.read(UPLOAD, WEIGHTS))):
-        with pytest.raises(BusyError) as caught:
-            refused()
-        assert caught.value.code == "upload.busy"
-        second.close()
-    writer.close()
-    assert b"".join(other.read(UPLOAD, WEIGHTS)) == b"abc"
+    monkeypatch.setattr("manylora.server.adapters.publish.STREAM_BYTES", 1000)
+    upload_id = (await announce(acme, GOOD)).json()["id"]
 
-    def has_no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+    async def body() -> AsyncIterator[bytes]:
+        for start in range(0, SIZE, 300):
+            yield GOOD.weights[start : start + 300]
 
-    monkeypatch.setattr(fcntl, "flock", has_no_locks)
-    with pytest.raises(CapacityError, match="flock: No locks available"):
-        second.open(3)
-    second.close()
+    sent = await acme.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=body())
+    assert sent.status_code == 200, sent.text
+    pieces = api.services.uploads.staged._pieces(upload_id)[WEIGHTS]
+    assert {piece.size for piece in sorted(pieces)[:-1]} == {1200}
+    assert b"".join(api.services.uploads.staged.read(upload_id, WEIGHTS)) == GOOD.weights
 
 
-def test_a_folder_that_another_server_deletes_at_that_moment_is_an_ended_upload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
-    writer = staged_files.FolderWriter(tmp_path / UPLOAD / WEIGHTS)
-    with pytest.raises(ConflictError) as caught:
-        writer.open(0)
-    assert caught.value.code == "upload.ended"
-    writer.close()
+def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
+    staged = StagedFiles(PieceFolder(tmp_path))
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "uploads" / UPLOAD).mkdir()
+    name = f"{WEIGHTS}-{0:016}-{0:016x}"
+    (tmp_path / "uploads" / UPLOAD / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic links"):
+        list(staged.read(UPLOAD, WEIGHTS))
+
+
+def test_an_id_is_no_path(tmp_path: Path) -> None:
+    staged = StagedFiles(PieceFolder(tmp_path))
+    for ask in (staged.sizes, staged.delete, lambda name: staged.writer(name, WEIGHTS, None)):
+        with pytest.raises(ValueError, match="no id of an upload"):
+            ask("../secret")
 
 
 def opened(bucket: str) -> Any:

@@ -71,8 +71,8 @@ async def test_a_sound_input_is_counted_whatever_its_line_ends(tmp_path: Path) -
 async def test_lines_are_cut_at_their_limit_wherever_pieces_end(tmp_path: Path) -> None:
     blobs = LocalBlobs(tmp_path)
     content = b"\n".join([b"a" * 700_000, b"b" * 3_000_000, b"c" * 10, b"d" * 1_500_000])
-    lines = read_lines(blobs, store(blobs, content), 1_000_000)
-    found = [(number, raw[:1], len(raw)) async for number, raw in lines]
+    groups = read_lines(blobs, store(blobs, content), 1_000_000)
+    found = [(number, raw[:1], len(raw)) async for lines in groups for number, raw in lines]
     assert found == [(1, b"a", 700_000), (2, b"b", 1_000_001), (3, b"c", 10), (4, b"d", 1_000_001)]
 
 

@@ -135,10 +135,10 @@ async def test_bytes_on_their_way_are_reserved(api: Api) -> None:
     await limit(api, stored_bytes=3 * SIZE)
     client = await api.tenant("acme")
     tenant = await api.services.registry.tenants.get_tenant("acme")
-    with api.services.uploads.in_progress.reserving(tenant.id, 3 * SIZE):
+    with api.services.uploads.reserving(tenant.id, 3 * SIZE):
         assert code(await upload(client, "a")) == (403, "quota.storage")
     assert (await upload(client, "a")).status_code == 201
-    assert api.services.uploads.in_progress.reserved[tenant.id] == 0
+    assert api.services.uploads.reserved[tenant.id] == 0
 
 
 async def test_the_number_of_adapters_is_limited_but_not_their_versions(api: Api) -> None:

@@ -108,9 +108,17 @@ async def test_aliases_that_make_no_sense_are_refused_with_the_form_that_does(ap
         {"2": 1},
         {"1": 0},
         {"1": 1 << 70},
+        {"1": -1},
+        {"1": 10_001},
+        {"1": True},
+        dict.fromkeys(map(str, range(1, 10)), 1),
+        0,
+        -1,
+        1 << 63,
     ):
         answer = await acme.patch("/v1/adapters/support", json={"aliases": {"prod": meaning}})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "aliases"), meaning
+        assert answer.status_code == 400, meaning
+        assert answer.json()["error"]["param"].startswith("aliases"), meaning
     assert (await acme.get("/v1/adapters/support")).json()["aliases"] == {"default": 1}
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.place import FairPlace, RequestCost
 from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.shares import FairPlace
 from manylora.engine.fairness.tenant_load import TenantLoad
 
 NUM_KEPT_ENDS = 64
@@ -114,7 +114,7 @@ class TenantService:
 
     def wait(self, place: FairPlace, units: float) -> None:
         """Count the predicted work of a request that begins to wait."""
-        place.cost.queued_units = units
+        place.queued_units = units
         tenant = self.tenants[place.key.tenant]
         tenant.queued += units
         tenant.num_waiting += 1
@@ -122,16 +122,16 @@ class TenantService:
     def stop_waiting(self, place: FairPlace) -> None:
         """Take the work of a request that waits no longer out of the queue."""
         tenant = self.tenants[place.key.tenant]
-        tenant.queued -= place.cost.queued_units
+        tenant.queued -= place.queued_units
         tenant.num_waiting -= 1
 
-    def units_left(self, cost: RequestCost, num_computed: int, num_output: int) -> float:
+    def units_left(self, place: FairPlace, num_computed: int, num_output: int) -> float:
         """Predicted price of the tokens still to compute for a request, of which it has some."""
         prices = self.prices
-        prompt = max(cost.num_prompt - max(num_computed, cost.num_charged), 0)
-        output = max(cost.predicted_tokens - num_output, 1)
-        context = cost.num_prompt + num_output + output / 2
-        return prompt * (prices.prompt + prices.prompt_context * cost.num_prompt / 2) + output * (
+        prompt = max(place.num_prompt - max(num_computed, place.num_charged), 0)
+        output = max(place.predicted_tokens - num_output, 1)
+        context = place.num_prompt + num_output + output / 2
+        return prompt * (prices.prompt + prices.prompt_context * place.num_prompt / 2) + output * (
             prices.output + prices.context * context
         )
 
@@ -143,27 +143,26 @@ class TenantService:
         A distinct adapter in the step has its price once, divided among the requests that use it.
         """
         charges: list[tuple[FairPlace, float]] = []
-        num_users = Counter([place.cost.adapter for place, _ in computed])
+        num_users = Counter([place.adapter for place, _ in computed])
         prices = self.prices
         for place, tokens in computed:
-            cost = place.cost
             num_tokens = len(tokens.token_ids)
             units = 0.0
             end = tokens.start + num_tokens
-            if end > cost.num_charged:
-                start = max(tokens.start, cost.num_charged)
-                cost.num_charged = end
+            if end > place.num_charged:
+                start = max(tokens.start, place.num_charged)
+                place.num_charged = end
                 context = (start + end) / 2
-                prompt = min(max(cost.num_prompt - start, 0), end - start)
+                prompt = min(max(place.num_prompt - start, 0), end - start)
                 units = (end - start - prompt) * (prices.output + prices.context * context)
                 if prompt:
                     units += prompt * (prices.prompt + prices.prompt_context * context)
-            if cost.owes_load:
-                cost.owes_load = False
-                units += cost.load_units
-            if cost.rank:
-                units += prices.rank * cost.rank / num_users[cost.adapter]
-            tenant = self.tenants[cost.tenant]
+            if place.owes_load:
+                place.owes_load = False
+                units += place.load_units
+            if place.rank:
+                units += prices.rank * place.rank / num_users[place.adapter]
+            tenant = self.tenants[place.key.tenant]
             tenant.tokens += num_tokens
             tenant.service += units
             charges.append((place, units))
@@ -171,10 +170,9 @@ class TenantService:
 
     def charge_load(self, place: FairPlace) -> list[tuple[FairPlace, float]]:
         """Charge the load that a request caused which leaves before it ran."""
-        cost = place.cost
-        cost.owes_load = False
-        self.tenants[cost.tenant].service += cost.load_units
-        return [(place, cost.load_units)]
+        place.owes_load = False
+        self.tenants[place.key.tenant].service += place.load_units
+        return [(place, place.load_units)]
 
     def note_step(self, units: float, seconds: float, is_full: bool) -> None:
         """Take note of a step that is done; `is_full` if requests waited for a place in it."""

@@ -141,7 +141,7 @@ def _ended(
     state: RequestState, reason: FinishReason, error: RequestError | None = None
 ) -> RequestOutput:
     """Last output of a request that ends without a token."""
-    num_computed = max(state.place.cost.num_charged, state.cursor.num_complete)
+    num_computed = max(state.place.num_charged, state.cursor.num_complete)
     output = RequestOutput(
         request_id=state.request_id,
         prompt_logprobs=_prompt_logprobs(state) if reason == "length" else None,

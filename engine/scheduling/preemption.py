@@ -55,17 +55,6 @@ class Preemption:
         self._table.stop(state)
         self._table.preemptions[how] += 1
 
-    def undo_start(self, state: RequestState, step: int) -> None:
-        """Take the pages from a request that a failed step was to fill; nobody gets them, so it is no preemption."""
-        pages = state.pages
-        num_preemptions = pages.num_preemptions
-        progress_mark = pages.progress_mark
-        pages.last_step = max(pages.last_step, step)
-        self.preempt(state, None)
-        pages.num_preemptions = num_preemptions
-        pages.progress_mark = progress_mark
-        self._table.preemptions["recompute"] -= 1
-
     def pause(self, state: RequestState, draft: PlanBuilder) -> None:
         """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
         num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._table.paused))
@@ -73,7 +62,7 @@ class Preemption:
         if is_over and _may_preempt(state, draft):
             self.preempt(state, draft)
         else:
-            self._table.pause(state)
+            self._order.stop(state.place)
 
     def grow(self, state: RequestState, num_tokens: int, draft: PlanBuilder) -> bool:
         """Give a request with a row pages for `num_tokens` tokens, if need be from what is idle and less entitled.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.fairness.place import FairPlace
+from manylora.engine.fairness.shares import FairPlace
 from manylora.engine.request import GenerationRequest, TokenLogprobs
 from manylora.engine.scheduling.first_output import FirstOutput
 from manylora.engine.scheduling.plan import Chunk
@@ -129,6 +130,17 @@ class RequestState:
     def num_left(self) -> int:
         """Tokens that are still to be computed; 1 while it decodes, and 0 if it ends with the steps in flight."""
         return self.num_tokens - self.pages.num_computed
+
+    @property
+    def expires_s(self) -> float:
+        """Second by which it must start."""
+        deadline_s = self.request.flow.deadline_s
+        return math.inf if deadline_s is None else self.place.arrived_s + deadline_s
+
+    @property
+    def is_parked(self) -> bool:
+        """True if it waits for its grammar to be compiled, and the fair order does not know it yet."""
+        return self.waiting_reason == "GRAMMAR"
 
     @property
     def is_idle(self) -> bool:

@@ -189,7 +189,7 @@ class Rows:
                 reason = self._start(state, row, draft)
             else:
                 self._take_row(row, draft)
-                self.table.resume(state)
+                self._order.start(state.place)
         elif reason == "NO_ROOM" and state.adapter.is_holding:
             self.preemption.make_way_for_adapter(state, draft)
         if reason is not None and state.status == "waiting":
@@ -239,7 +239,7 @@ class Rows:
         if state.adapter.num_pages is None and ref is not None:
             num_pages = self._residency.pages_needed(ref)
             state.adapter.num_pages = num_pages
-            state.place.cost.load_units = self.table.service.prices.load(num_pages)
+            state.place.load_units = self.table.service.prices.load(num_pages)
             try:
                 self._kv.check_fits(state.request, num_pages)
             except NeverFitsError as error:

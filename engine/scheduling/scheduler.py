@@ -11,6 +11,7 @@ step, the invariants, and why every request moves on.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -21,10 +22,9 @@ from typing import TYPE_CHECKING
 from manylora.adapters.residency.residency import Residency
 from manylora.config import SchedulerConfig
 from manylora.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
-from manylora.engine.fairness.inner_order import inner_order
 from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.place import FairPlace, RequestCost
 from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.shares import FairPlace
 from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.engine.fairness.tenant_service import TenantService
 from manylora.engine.request import (
@@ -45,7 +45,7 @@ from manylora.engine.scheduling.preemption import Preemption
 from manylora.engine.scheduling.request_limits import ModelLimits, check_limits
 from manylora.engine.scheduling.request_pages import RequestPages
 from manylora.engine.scheduling.request_state import AdapterHold, ForkSource, RequestState
-from manylora.engine.scheduling.request_table import Deadlines, RequestTable
+from manylora.engine.scheduling.request_table import RequestTable
 from manylora.engine.scheduling.rows import Rows
 from manylora.engine.scheduling.step_budget import StepBudget
 from manylora.engine.status import EngineLoad, PauseMode
@@ -89,12 +89,7 @@ class Scheduler:
     def __post_init__(self, kv: KvPages, step_tokens: int, prices: Prices) -> None:
         config = self.config
         self.table = RequestTable(
-            FairOrder(
-                config.policy,
-                inner_order(config.inner),
-                QUANTUM_TOKENS * prices.output,
-                config.max_running,
-            ),
+            FairOrder(config.policy, QUANTUM_TOKENS * prices.output, config.max_running),
             TenantService(prices, Lengths(), self.clock),
             kv,
             self.residency,
@@ -109,7 +104,8 @@ class Scheduler:
         self._chunks = Chunks(
             self.table, self._preemption, StepBudget(config, step_tokens, kv.costs.token_s)
         )
-        self._deadlines = Deadlines(self.table.requests)
+        self._next_expiry_s = math.inf
+        """Second before which no deadline passes of a request that has not started."""
         self.pause: PauseMode | None = None
         """Mode in which plans are held back; `wait` becomes `keep` by itself. Deadlines count all the same."""
         self._last_units = 0.0
@@ -173,8 +169,7 @@ class Scheduler:
             else None
         )
         self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
-        if request.flow.deadline_s is not None:
-            self._deadlines.add(state, state.place.arrived_s + request.flow.deadline_s)
+        self._next_expiry_s = min(self._next_expiry_s, state.expires_s)
         if matcher is not None:
             self._begin_matching(state, matcher)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
@@ -184,16 +179,16 @@ class Scheduler:
         self, request_id: str, reason: FinishReason, error: RequestError | None = None
     ) -> None:
         """End a request, whatever its state; see `Outcomes.finish`."""
-        parked = self.table.parked.get(request_id)
-        if parked is not None and self.grammars is not None:
-            self.grammars.forget(parked.request)
+        state = self.table.requests.get(request_id)
+        if state is not None and state.is_parked and self.grammars is not None:
+            self.grammars.forget(state.request)
         self._outcomes.finish(request_id, reason, error)
 
     def take_in_grammars(self) -> None:
         """Let requests go on whose grammars were compiled; end those whose grammars could not be."""
         for request_id, matcher in self.grammars.take_done() if self.grammars is not None else ():
-            state = self.table.parked.get(request_id)
-            if state is not None:
+            state = self.table.requests.get(request_id)
+            if state is not None and state.is_parked:
                 self.table.unpark(state)
                 self._begin_matching(state, matcher)
 
@@ -215,12 +210,11 @@ class Scheduler:
         now_s = self.clock()
         self.table.kv.begin_plan()
         self._preemption.begin_plan()
-        for state in self._deadlines.take_expired(now_s):
-            self.finish(state.request_id, "error", EXPIRED)
+        if now_s >= self._next_expiry_s:
+            self._expire(now_s)
         if self.pause is not None and self._is_held():
             return None
         self._rows.is_draining = self.pause == "wait"
-        self.table.order.tick(now_s)
         plan = StepPlan(step=self._step + 1)
         draft = PlanBuilder(plan=plan)
         # Each fork of a beam has its own token: then every beam of a search advances in every step.
@@ -298,7 +292,8 @@ class Scheduler:
             if state is not None and state.pages.last_step >= plan.step:
                 self.finish(chunk.request_id, "error", INTERNAL)
         for state in [state for state in self.table.running if state.request_id in plan.started]:
-            self._preemption.undo_start(state, plan.step)
+            state.pages.last_step = max(state.pages.last_step, plan.step)
+            self._preemption.preempt(state, None)
         self.table.lose_swapped(plan.step)
         self._last_units = plan.units = 0.0  # how long it took says nothing
 
@@ -347,6 +342,17 @@ class Scheduler:
         """True if a step was planned that is not complete."""
         return self.table.kv.pool.completed_step < self._step
 
+    def _expire(self, now_s: float) -> None:
+        """End the requests whose deadlines have passed and that never started."""
+        unstarted = [state for state in self.table.waiting if not state.place.has_started]
+        later_s = []
+        for state in unstarted:
+            if state.expires_s <= now_s:
+                self.finish(state.request_id, "error", EXPIRED)
+            else:
+                later_s.append(state.expires_s)
+        self._next_expiry_s = min(later_s, default=math.inf)
+
     def _is_held(self) -> bool:
         """True if nothing is to be computed: not even what had started before the pause."""
         if not any(state.place.has_started for state in self.table.requests.values()):
@@ -365,14 +371,28 @@ class Scheduler:
         """Make the state of a request that comes now."""
         self._arrivals += 1
         kv = self.table.kv
+        service = self.table.service
         params = request.params
+        flow = request.flow
         adapter = request.adapter
         digest = adapter.digest if adapter else None
+        place = FairPlace(
+            request_id=request.request_id,
+            key=flow,
+            arrival_index=self._arrivals,
+            arrived_s=self.clock(),
+            adapter=digest,
+            rank=adapter.config.rank if adapter else 0,
+            num_prompt=len(request.prompt_token_ids),
+            predicted_tokens=service.lengths.p50(flow.tenant, digest, params.max_tokens),
+            priority=flow.priority if self.config.policy == "fair" else 0,
+            load_units=service.prices.load(adapter_pages),
+        )
         state = RequestState(
             request=request,
             seed=self.draw_seed() if params.seed is None else params.seed,
             output_token_ids=list(request.generated_token_ids),
-            place=self._place(request, adapter_pages),
+            place=place,
             pages=RequestPages(geometry=kv.geometry),
             adapter=AdapterHold(digest=digest, num_pages=adapter_pages),
             first_output=FirstOutput(
@@ -384,30 +404,3 @@ class Scheduler:
         if leader is not None and kv.may_fork(leader, state):
             state.source = ForkSource(leader=leader, num_tokens=state.num_prompt - 1)
         return state
-
-    def _place(self, request: GenerationRequest, adapter_pages: int | None) -> FairPlace:
-        """Place of a request that comes now, with its expected cost."""
-        flow = request.flow
-        adapter = request.adapter
-        service = self.table.service
-        cost = RequestCost(
-            tenant=flow.tenant,
-            adapter=adapter.digest if adapter else None,
-            rank=adapter.config.rank if adapter else 0,
-            num_prompt=len(request.prompt_token_ids),
-            load_units=service.prices.load(adapter_pages),
-        )
-        most = max(request.params.max_tokens, 1)
-        cost.predicted_tokens = service.lengths.p50(flow.tenant, cost.adapter, most)
-        place = FairPlace(
-            request_id=request.request_id,
-            key=flow,
-            arrival_index=self._arrivals,
-            arrived_s=self.clock(),
-            cost=cost,
-            priority=flow.priority if self.config.policy == "fair" else 0,
-        )
-        if flow.deadline_s is not None:
-            prompt_s = self.table.kv.costs.token_s * cost.num_prompt
-            place.start_by_s = place.arrived_s + flow.deadline_s - prompt_s
-        return place

@@ -105,7 +105,6 @@ class Simulation(SimulatedEngine):
                 max_running=scenario.max_running,
                 step_tokens=scenario.step_tokens,
                 policy=scenario.policy,
-                inner=scenario.inner,
                 itl_target_ms=scenario.itl_target_ms,
             ),
             geometry=small_geometry(scenario.page_tokens, scenario.num_groups),

@@ -115,7 +115,7 @@ class EngineCore:
         """End a request after its client left; unknown ids are ignored."""
         self._scheduler.finish(request_id, "abort")
 
-    def pause(self, mode: PauseMode | None, *, is_ending: bool = False) -> None:
+    def pause(self, mode: PauseMode | None, is_ending: bool = False) -> None:
         """Compute nothing from now on, or with None go on; `is_ending` ends all requests with an error.
 
         Requests are taken in all the same, to wait. Those whose deadline passes end.

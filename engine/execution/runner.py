@@ -24,7 +24,7 @@ from manylora.engine.execution.sampler import RowMasks, Sampler
 from manylora.engine.execution.step_programs import StepPrograms
 from manylora.engine.grammar.masks import StepMasks
 from manylora.engine.model.decoder import Decoder, KvViews
-from manylora.engine.request import GRAMMAR_DEAD_END, RequestError, TokenLogprobs
+from manylora.engine.request import GRAMMAR_DEAD_END, ErrorInfo, TokenLogprobs
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from manylora.errors import EngineError, PageAccountingError
 from manylora.memory.arena import Arena, mark
@@ -174,7 +174,7 @@ class ModelRunner:
         chunks: Sequence[Chunk],
         step: PackedStep,
         sampled: Mapping[int, tuple[int | None, TokenLogprobs | None]],
-        failures: Mapping[int, RequestError],
+        failures: Mapping[int, ErrorInfo],
         hidden: torch.Tensor,
     ) -> list[ChunkResult]:
         results = []
@@ -202,7 +202,7 @@ class ModelRunner:
         step: PackedStep,
         hidden: torch.Tensor,
         masks: Future[StepMasks] | None,
-    ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, RequestError]]:
+    ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, ErrorInfo]]:
         """Sampled tokens of the chunks that want one, and errors where a grammar allows none, by place in the plan."""
         wanted = [step.order[index] for index in step.samples]
         if not wanted:
@@ -296,7 +296,7 @@ def _row_masks(masks: Future[StepMasks], wanted: Sequence[int]) -> RowMasks:
 
 def _failures(
     masks: Future[StepMasks], used: RowMasks, wanted: Sequence[int]
-) -> dict[int, RequestError]:
+) -> dict[int, ErrorInfo]:
     """Errors of grammars that allow no token, by place in the plan."""
     return {wanted[row]: GRAMMAR_DEAD_END for row in used.dead} | masks.result().failures
 

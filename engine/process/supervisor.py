@@ -85,24 +85,16 @@ class EngineConnection:
         """
         self._start_process()
         receiving = asyncio.ensure_future(self.receive())
-        watching = asyncio.ensure_future(self.stall(StallDetector(SILENT_START_S, inf)))
-        any_of: set[asyncio.Future[Any]] = {receiving, watching, self.exited}
         try:
-            await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
-            if not receiving.done() and watching.done():
-                raise EngineUnavailableError(
-                    f"The engine process {watching.result()} while starting."
-                )
+            problem = await problem_during(receiving, self, StallDetector(SILENT_START_S, inf))
+            await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
             if not receiving.done():
                 raise EngineUnavailableError(
-                    f"The engine process ended while starting, with exit code {self.exited.result()}; its log says why."
+                    f"The engine process {problem} while starting; its log says why."
                 )
             first = receiving.result()
         finally:
             receiving.cancel()
-            watching.cancel()
         if isinstance(first, messages.StartFailed):
             kind = ConfigError if first.is_setting else EngineUnavailableError
             raise kind(first.message, code=first.code, param=first.param)
@@ -200,6 +192,21 @@ class EngineConnection:
         self._context.destroy(linger=0)
         self._end_input()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def problem_during(
+    reading: asyncio.Future[Any], connection: EngineConnection, detector: StallDetector
+) -> str | None:
+    """Wait for the end of `reading`, and return None; or say what happened if the process ends or stalls before."""
+    watching = asyncio.ensure_future(connection.stall(detector))
+    any_of: set[asyncio.Future[Any]] = {reading, watching, connection.exited}
+    try:
+        await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+        if connection.exited.done():
+            return f"ended with exit code {connection.exited.result()}"
+        return None if reading.done() else watching.result()
+    finally:
+        watching.cancel()
 
 
 class RestartPolicy:

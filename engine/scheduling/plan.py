@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.request import RequestError, TokenLogprobs
+from manylora.engine.request import ErrorInfo, TokenLogprobs
 from manylora.engine.sampling_params import SamplingParams
 
 
@@ -129,7 +129,7 @@ class ChunkResult:
     """One per entry of `prompt_targets`."""
     is_non_finite: bool = False
     """True if the model's scores were NaN or overflowed, which ends the request."""
-    failure: RequestError | None = None
+    failure: ErrorInfo | None = None
     """Error that says why its grammar leaves no token, which ends the request too."""
 
 

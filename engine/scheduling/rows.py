@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manylora.engine.request import FinishReason, RequestError, request_error
+from manylora.engine.request import ErrorInfo, FinishReason, error_info
 from manylora.engine.scheduling.kv_pages import PrefixHit
 from manylora.engine.scheduling.plan import PlanBuilder
 from manylora.engine.scheduling.preemption import Preemption
@@ -38,7 +38,7 @@ class Rows:
     """Takes pages and rows from others."""
     clock: Callable[[], float]
     """Monotonic seconds."""
-    finish: Callable[[str, FinishReason, RequestError], None]
+    finish: Callable[[str, FinishReason, ErrorInfo], None]
     """Ends a request that can never be served."""
     is_draining: bool = False
     """True if only requests that have started get rows."""
@@ -153,7 +153,7 @@ class Rows:
             error = CapacityError(
                 "Pinned adapters leave too little room for this request. Try again, or unpin some."
             )
-            self.finish(first.request_id, "error", request_error(error))
+            self.finish(first.request_id, "error", error_info(error))
 
     def _may_run(self, state: RequestState) -> bool:
         return state.place.has_started or not self.is_draining
@@ -243,7 +243,7 @@ class Rows:
             try:
                 self._kv.check_fits(state.request, num_pages)
             except NeverFitsError as error:
-                self.finish(state.request_id, "error", request_error(error))
+                self.finish(state.request_id, "error", error_info(error))
                 return False
         return True
 

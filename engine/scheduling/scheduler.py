@@ -30,10 +30,10 @@ from manylora.engine.fairness.tenant_service import TenantService
 from manylora.engine.request import (
     EXPIRED,
     INTERNAL,
+    ErrorInfo,
     FinishReason,
     GenerationRequest,
-    RequestError,
-    request_error,
+    error_info,
 )
 from manylora.engine.scheduling.beam import BeamSearch
 from manylora.engine.scheduling.chunks import Chunks
@@ -175,9 +175,7 @@ class Scheduler:
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
             self.finish(state.request_id, "length")
 
-    def finish(
-        self, request_id: str, reason: FinishReason, error: RequestError | None = None
-    ) -> None:
+    def finish(self, request_id: str, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """End a request, whatever its state; see `Outcomes.finish`."""
         state = self.table.requests.get(request_id)
         if state is not None and state.is_parked and self.grammars is not None:
@@ -282,7 +280,7 @@ class Scheduler:
     def fail_adapter(self, digest: str, error: ManyloraError) -> None:
         """End the requests that wait for an adapter that cannot be loaded."""
         for state in [state for state in self.table.waiting if state.adapter.digest == digest]:
-            self.finish(state.request_id, "error", request_error(error))
+            self.finish(state.request_id, "error", error_info(error))
 
     def fail_step(self, plan: StepPlan) -> None:
         """End the requests of a failed step with an internal error; pages it should have moved or filled are lost."""
@@ -359,8 +357,8 @@ class Scheduler:
             self.pause = "keep"
         return self.pause == "keep"
 
-    def _begin_matching(self, state: RequestState, matcher: Matcher | RequestError) -> None:
-        if isinstance(matcher, RequestError):
+    def _begin_matching(self, state: RequestState, matcher: Matcher | ErrorInfo) -> None:
+        if isinstance(matcher, ErrorInfo):
             self.finish(state.request_id, "error", matcher)
         elif matcher.is_done:  # by what was generated elsewhere
             self.finish(state.request_id, "stop")

@@ -17,8 +17,8 @@ from manylora.engine.model.spec import base_shape, read_spec
 from manylora.engine.process.client import EngineClient
 from manylora.engine.request import (
     AdapterState,
+    ErrorInfo,
     GenerationRequest,
-    RequestError,
     RequestOutput,
     TokenLogprobs,
 )
@@ -125,7 +125,7 @@ class FakeEngine(EngineClient):
         """What was computed, by request."""
         self.is_silent = False
         """Whether it does not say that a request was aborted."""
-        self.refusal: RequestError | None = None
+        self.refusal: ErrorInfo | None = None
         """Answer every request with this error, at once or after `refusal_after` tokens."""
         self.refusal_after = 0
         self.failure_after: int | None = None

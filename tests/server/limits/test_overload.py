@@ -12,7 +12,7 @@ import pytest
 
 from api_server import BASE, Api, eventually
 from manylora.engine.fairness.tenant_load import TenantLoad
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.engine.status import EngineLoad
 
 pytestmark = pytest.mark.anyio
@@ -143,7 +143,7 @@ async def test_a_deadline_that_is_no_number_of_milliseconds_is_refused(
 
 async def test_a_deadline_that_passes_in_the_queue_is_503_and_costs_nothing(api: Api) -> None:
     client = await api.tenant("acme")
-    api.engine.refusal = RequestError(
+    api.engine.refusal = ErrorInfo(
         message="The deadline passed before the first token.",
         code="deadline.queue",
         kind="capacity",

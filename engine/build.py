@@ -138,8 +138,7 @@ def build_engine(
 
     num_pages = plan.num_pages + 1  # with the zero page
     arena = Arena(geometry, num_pages, device, dtype)
-    poison = arena.poison if config.memory.poison else None
-    pool = PagePool(num_pages, poison, on_first_use=poison)
+    pool = PagePool(num_pages, arena.poison if config.memory.poison else None)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     # Steps of a GPU or of a tiny model leave cores to others.
     is_in_the_way = device.type == "cpu" and not has_idle_core()

@@ -31,8 +31,6 @@ class PagePool:
     Args:
         num_pages: Pages of the arena, the zero page included; at least 2.
         on_release: Called with pages when they become free (debugging fills them with poison).
-        on_first_use: Called with pages just before they are handed out for the first time. So memory that is never
-            used is never touched.
         first_page: The first page to hand out; the pages before it belong to another pool. 0 is for pools without a
             zero page, such as adapter slots; they may have no page at all.
 
@@ -45,7 +43,6 @@ class PagePool:
         num_pages: int,
         on_release: Callable[[Sequence[int]], None] | None = None,
         *,
-        on_first_use: Callable[[Sequence[int]], None] | None = None,
         first_page: int = 1,
     ) -> None:
         if first_page and not 1 <= first_page < num_pages:
@@ -55,9 +52,6 @@ class PagePool:
         self.num_pages = num_pages
         self.first_page = first_page
         self._on_release = on_release
-        self._on_first_use = on_first_use
-        self._first_unused = first_page
-        """First page that was never handed out. It and all pages behind it are at the bottom of the free list."""
         self._free = list(range(num_pages - 1, first_page - 1, -1))
         self._states = bytearray(num_pages)
         """State of each page, as an index of `PAGE_STATES`."""
@@ -122,11 +116,6 @@ class PagePool:
         split = len(self._free) - count
         pages = self._free[split:][::-1]
         del self._free[split:]
-        if self._on_first_use is not None and (
-            unused := [page for page in pages if page >= self._first_unused]
-        ):
-            self._first_unused = unused[-1] + 1
-            self._on_first_use(unused)
         code = _CODES[kind]
         for page in pages:
             self._states[page] = code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from manylora.adapters.blobs.memory import MemoryPlace
@@ -147,9 +149,9 @@ FromEngine = Ready | StartFailed | Outputs | Status | Load
 
 _encoder = msgspec.msgpack.Encoder()
 
-decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine).decode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
 """Decode a message from the client; raises `msgspec.DecodeError` if it is none."""
-decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 """Decode a message from the engine; raises `msgspec.DecodeError` if it is none."""
 
 

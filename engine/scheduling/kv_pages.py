@@ -96,15 +96,12 @@ class KvPages:
     """Makes the seed of a request's chain: all that its blocks depend on besides tokens, and the tenant."""
     is_sharing: bool = True
     """False publishes nothing and finds nothing."""
-    _leaving_host: list[tuple[int, list[int]]] = field(default_factory=list, init=False)
-    """(step, host pages): free when that step is complete."""
     _num_named: int = field(default=0, init=False)
     """Tokens named in this plan."""
 
     def begin_plan(self) -> None:
         """Note that a plan is begun."""
         self._num_named = 0
-        self.note_complete()
 
     def may_look_up(self, state: RequestState) -> bool:
         """True if this plan has time left to name the blocks of a waiting request."""
@@ -220,7 +217,7 @@ class KvPages:
         draft.plan.zero_pages += own[filled:]
         if pages.swapped is not None:
             # Its host pages are read in this step, or of no use any more.
-            self._leaving_host.append((draft.plan.step, pages.swapped.host_pages))
+            self.swap.slab.free(pages.swapped.host_pages, draft.plan.step)
             pages.swapped = None
         pages.num_computed = hit.num_tokens
         pages.last_step = draft.plan.step
@@ -281,17 +278,12 @@ class KvPages:
         swapped = state.pages.swapped
         if swapped is not None:
             state.pages.swapped = None
-            self._leaving_host.append((swapped.step, swapped.host_pages))
-            self.note_complete()
+            self.swap.slab.free(swapped.host_pages, swapped.step)
 
-    def note_complete(self) -> None:
-        """Free host pages that no step reads or writes any more."""
-        for step, host_pages in self._leaving_host:
-            if step <= self.pool.completed_step:
-                self.swap.free(host_pages)
-        self._leaving_host = [
-            entry for entry in self._leaving_host if entry[0] > self.pool.completed_step
-        ]
+    def complete(self, step: int) -> None:
+        """Note that a step is complete; pages of device and host that it read may be used again."""
+        self.pool.complete(step)
+        self.swap.slab.complete(step)
 
     def check(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> None:
         """Verify that pages, references and host pages are those of the requests.
@@ -302,7 +294,7 @@ class KvPages:
         """
         holders = [state.pages.held for state in running]
         pages = [page for state in running for page in state.pages.own_pages()]
-        host_pages = [page for _, leaving in self._leaving_host for page in leaving]
+        host_pages: list[int] = []
         for state in waiting:
             if state.pages.held or state.pages.table.num_blocks:
                 raise EngineError("a waiting request holds device pages")
@@ -320,7 +312,7 @@ class KvPages:
             raise PageAccountingError(
                 f"requests hold {len(pages)} KV pages, the pool says {self.pool.counts()}"
             )
-        num_swapped = self.swap.num_used
+        num_swapped = self.swap.slab.counts()["kv"]
         if len(set(host_pages)) != len(host_pages) or len(host_pages) != num_swapped:
             raise PageAccountingError(
                 f"requests hold {len(host_pages)} host pages, the swap space says {num_swapped}"

@@ -274,8 +274,7 @@ class Scheduler:
 
     def complete(self, step: int) -> None:
         """Note that a step is complete; pages that it read may be used again."""
-        self.table.kv.pool.complete(step)
-        self.table.kv.note_complete()
+        self.table.kv.complete(step)
 
     def fail_adapter(self, digest: str, error: ManyloraError) -> None:
         """End the requests that wait for an adapter that cannot be loaded."""

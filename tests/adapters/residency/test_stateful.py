@@ -273,7 +273,7 @@ class ResidencyMachine(RuleBasedStateMachine):
                 self.parts.slab.pages[pages] = 0xFF
                 self.swapped.append(pages)
         elif self.swapped:
-            self.swap.free(self.swapped.pop(0))
+            self.parts.slab.free(self.swapped.pop(0))
 
     @rule(missing=st.booleans())
     def break_or_mend_a_blob(self, missing: bool) -> None:
@@ -383,7 +383,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for pages in self.kv:
             self.parts.pool.free(pages, 0)
         for pages in self.swapped:
-            self.swap.free(pages)
+            self.parts.slab.free(pages)
         self.residency.reserve_pages = 0
         self.parts.settle(self.step)  # a copy may have failed that nobody was told of
         for index in range(len(LORAS)):

@@ -88,7 +88,6 @@ class EngineCore:
         self.num_steps = 0
         """Steps launched since start."""
         self._status_seq = 0
-        self._completed_step = 0
         self._num_failures = 0
         self._is_checked = True
         self._next_check_s = 0.0
@@ -148,7 +147,7 @@ class EngineCore:
             raise
 
     def _pump(self) -> list[RequestOutput]:
-        for failure in self.residency.tick(self._completed_step):
+        for failure in self.residency.tick(self._kv.pool.completed_step):
             self._scheduler.fail_adapter(failure.digest, failure.error)
         self._scheduler.take_in_grammars()
         plan = self._plan()
@@ -287,7 +286,6 @@ class EngineCore:
 
     def _end_step(self, plan: StepPlan, started_s: float) -> None:
         """Free the pages of a step that is complete, or failed, and take note of its time."""
-        self._completed_step = plan.step
         self._scheduler.complete(plan.step)
         before_s = self._last_step_s
         self._last_step_s = self._clock()

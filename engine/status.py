@@ -7,8 +7,7 @@ from typing import Literal
 
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.ref import ResidentAdapter as ResidentAdapter
-from manylora.engine.fairness.prices import Prices
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.kernels.weight_format import WeightFormat, number_format
 from manylora.memory.geometry import PageGeometry
 from manylora.memory.page_map import PageMap

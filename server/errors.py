@@ -103,7 +103,7 @@ def error_headers(error: ManyloraError) -> dict[str, str]:
     return headers
 
 
-def from_engine(error: engine_request.RequestError) -> ManyloraError:
+def from_engine(error: engine_request.ErrorInfo) -> ManyloraError:
     """The exception for an error that the engine reported."""
     if error.kind == "internal":
         return errors.EngineError(error.message)
@@ -131,7 +131,7 @@ def _retry_headers(retry_after_s: float | None) -> dict[str, str]:
     }
 
 
-def _by_code(base: type[ManyloraError], error: engine_request.RequestError) -> ManyloraError:
+def _by_code(base: type[ManyloraError], error: engine_request.ErrorInfo) -> ManyloraError:
     for cls in base.__subclasses__():
         if cls.code == error.code:
             return cls(error.message)

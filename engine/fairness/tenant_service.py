@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.engine.fairness.shares import FairPlace
-from manylora.engine.fairness.tenant_load import TenantLoad
 
 NUM_KEPT_ENDS = 64
 MAX_RETRY_AFTER_S = 60.0
@@ -191,20 +190,12 @@ class TenantService:
         busiest = sorted(self.tenants.items(), key=lambda item: -item[1].tokens)[:limit]
         return {name: tenant.tokens for name, tenant in busiest if tenant.tokens}
 
-    def loads(
-        self,
-        running: Iterable[tuple[FairPlace, float]],
-        reasons: Mapping[str, dict[str, int]],
-    ) -> dict[str, TenantLoad]:
+    def loads(self, running: Iterable[tuple[FairPlace, float]]) -> dict[str, TenantLoad]:
         """Report the load of each tenant with requests, and its rate since the last call.
 
         Args:
             running: Requests with pages, and the units still to compute for each.
-            reasons: Number of waiting requests by tenant and reason.
         """
-        by_tenant: defaultdict[str, list[tuple[FairPlace, float]]] = defaultdict(list)
-        for place, units in running:
-            by_tenant[place.key.tenant].append((place, units))
         seconds = min(self._clock() - self._reported_s, MAX_RATE_SPAN_S)
         kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
         self._reported_s = self._clock()
@@ -214,19 +205,20 @@ class TenantService:
                 tenant.rate.note_decayed(tenant.service - tenant.reported_service, seconds, kept)
             tenant.reported_service = tenant.service
             if tenant.num_requests:
-                places = by_tenant[name]
                 queued = max(tenant.queued, 0.0)
                 found[name] = TenantLoad(
                     weight=tenant.weight,
-                    running=len(places),
-                    paused=sum(not place.has_row for place, _ in places),
                     waiting=tenant.num_waiting,
-                    reasons=reasons.get(name, {}),
                     queued=queued,
-                    backlog=queued + sum(units for _, units in places),
+                    backlog=queued,
                     rate=tenant.rate.per_s,
                     service=tenant.service,
                 )
+        for place, units in running:
+            load = found[place.key.tenant]
+            load.running += 1
+            load.paused += not place.has_row
+            load.backlog += units
         return found
 
     def retry_after_s(self, num_waiting: int) -> float:

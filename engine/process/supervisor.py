@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import zmq
 import zmq.asyncio
 
 from manylora.config import Config
 from manylora.engine.process import messages
-from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, Pulse, StallDetector
+from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, StallDetector
 from manylora.engine.process.worker_process import Worker, start_worker
 from manylora.errors import ConfigError, EngineUnavailableError
 
@@ -52,12 +51,12 @@ class EngineConnection:
 
     def __init__(self, config: Config, worker: Worker | None = None) -> None:
         self._config = config
-        self._worker = worker
+        self._worker = worker or start_worker()
+        self.pid = self._worker.process.pid
+        """Process id of the engine."""
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """Exit code, once the process has ended."""
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._pulse: Pulse | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="manylora-", dir=_short_folder()))
         self.address = f"ipc://{self._folder / SOCKET_NAME}"
         self._context = zmq.asyncio.Context()
@@ -70,11 +69,7 @@ class EngineConnection:
         except zmq.ZMQError:
             self._clean_up()
             raise
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the engine; None before it is started."""
-        return self._popen.pid if self._popen else None
+        threading.Thread(target=self._wait_for_exit, name="engine-wait", daemon=True).start()
 
     async def start(self) -> messages.Ready:
         """Launch the process and wait until it has loaded the model.
@@ -83,7 +78,10 @@ class EngineConnection:
             ConfigError: A setting is wrong.
             EngineUnavailableError: It ended or stalled before it was ready.
         """
-        self._start_process()
+        launch = messages.Launch(self._config, self.address, self._worker.pulse_fd)
+        with suppress(BrokenPipeError):  # it died at once; its exit code tells that
+            self._input.write(messages.encode_launch(launch))
+            self._input.flush()
         receiving = asyncio.ensure_future(self.receive())
         try:
             problem = await problem_during(receiving, self, StallDetector(SILENT_START_S, inf))
@@ -109,8 +107,7 @@ class EngineConnection:
         problem = None
         while problem is None:
             await asyncio.sleep(LOOK_S)
-            if self._popen is not None and self._pulse is not None:
-                problem = detector.problem(self._pulse.signs(self._popen.pid))
+            problem = detector.problem(self._worker.pulse.signs(self.pid))
         return problem
 
     async def receive(self) -> messages.FromEngine:
@@ -154,38 +151,24 @@ class EngineConnection:
 
     async def kill(self) -> None:
         """End the process now if it still lives, and remove its files."""
-        if self._popen is not None and not self.exited.done():
-            self._popen.kill()
+        if not self.exited.done():
+            self._worker.process.kill()
             await asyncio.shield(self.exited)
         self._clean_up()
 
-    def _start_process(self) -> None:
-        worker = self._worker or start_worker()
-        popen = worker.process
-        self._pulse = worker.pulse
-        self._popen = popen
-        threading.Thread(
-            target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True
-        ).start()
-        if popen.stdin is not None:
-            with suppress(BrokenPipeError):  # it died at once; its exit code tells that
-                popen.stdin.write(
-                    messages.encode_launch(
-                        messages.Launch(self._config, self.address, worker.pulse_fd)
-                    )
-                )
-                popen.stdin.flush()
-
-    def _wait_for_exit(self, popen: subprocess.Popen[bytes]) -> None:
-        code = popen.wait()
+    def _wait_for_exit(self) -> None:
+        code = self._worker.process.wait()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.exited.set_result, code)
 
+    @property
+    def _input(self) -> IO[bytes]:
+        return cast("IO[bytes]", self._worker.process.stdin)
+
     def _end_input(self) -> None:
         """Close the standard input of the process, so that it ends softly within seconds."""
-        if self._popen is not None and self._popen.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._popen.stdin.close()
+        with suppress(BrokenPipeError):
+            self._input.close()
 
     def _clean_up(self) -> None:
         """Remove the files of an ended process."""

@@ -182,8 +182,8 @@ class Preemption:
             if len(list(self._order.yielding(state.place, group))) == len(group):
                 for victim in running:
                     self.preempt(victim, draft)
-                self._waiting.release_holds(digest)
                 draft.leaving_adapter = digest
+                self._waiting.drop_holds(lambda each: each.adapter.digest != draft.leaving_adapter)
                 return
 
     def _less_entitled(self, state: RequestState, draft: PlanBuilder) -> RequestState | None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from manylora.adapters.residency.slots import SlotLease
 from manylora.engine.fairness.shares import FairPlace
-from manylora.engine.request import GenerationRequest, TokenLogprobs
-from manylora.engine.scheduling.first_output import FirstOutput
+from manylora.engine.request import AdapterState, GenerationRequest, RequestOutput, TokenLogprobs
 from manylora.engine.scheduling.plan import Chunk
 from manylora.engine.scheduling.request_limits import kv_tokens
 from manylora.engine.scheduling.request_pages import RequestPages
@@ -33,6 +32,38 @@ class AdapterHold:
     """True if the request holds its adapter while it waits."""
     lease: SlotLease | None = field(default=None, init=False)
     """The slot that the request uses while it runs."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FirstOutput:
+    """Facts that only the first output of a request tells, and log-probabilities of its prompt, until it is sent."""
+
+    adapter_state: AdapterState
+    """State of the adapter on arrival."""
+    keeps_prompt_logprobs: bool
+    """True while log-probabilities of the prompt are to be sent: then every token of it is to be computed."""
+    queue_s: float | None = None
+    """Seconds from arrival to the first step."""
+    num_cached: int = field(default=0, init=False)
+    """Prompt tokens that the request found in the prefix cache when it first started."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    is_sent: bool = field(default=False, init=False)
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Log-probabilities of the prompt, to be sent now; None where nobody asked for them, or they are sent."""
+        if not self.keeps_prompt_logprobs:
+            return None
+        self.keeps_prompt_logprobs = False
+        return [None, *self.prompt_logprobs]
+
+    def mark(self, *outputs: RequestOutput) -> None:
+        """Add the facts to the first output; from the second call on add nothing. *Mutates* the outputs."""
+        if not self.is_sent:
+            self.is_sent = True
+            for output in outputs:
+                output.adapter_state = self.adapter_state
+                output.queue_s = self.queue_s
+                output.cached_tokens = self.num_cached
 
 
 @dataclass(slots=True, kw_only=True)

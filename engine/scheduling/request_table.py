@@ -87,11 +87,6 @@ class WaitingQueue:
         """Requests that hold an adapter."""
         return list(self._holders.get(digest, {}).values())
 
-    def release_holds(self, digest: str) -> None:
-        """Drop the holds on one adapter."""
-        for state in self.holders_of(digest):
-            self._unhold(state)
-
     def pass_load_on(self, state: RequestState) -> bool:
         """Have another request that holds the same adapter be charged for its load; False where there is none."""
         holders = self.holders_of(state.adapter.digest or "")

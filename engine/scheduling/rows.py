@@ -89,7 +89,8 @@ class Rows:
                 if reason is None:
                     num_bypassed = len(blocked)
                 elif reason == "NO_PAGES" or (
-                    reason == "NO_ROOM" and not self._waits_for_read(state)
+                    reason == "NO_ROOM"
+                    and not (state.adapter.is_holding and self._waiting.is_unread(state))
                 ):
                     blocked.append(state)
             num_glanced += reason == "NEW" and not self.table.has_free_row
@@ -197,9 +198,6 @@ class Rows:
             if reason in ("LOADING", "NO_ROOM"):
                 self._order.pass_over(state.place)
         return reason
-
-    def _waits_for_read(self, state: RequestState) -> bool:
-        return state.adapter.is_holding and self._waiting.is_unread(state)
 
     def _row_for(self, state: RequestState) -> RequestState | None:
         """Request in the step that makes way for this one."""

@@ -14,7 +14,6 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING
@@ -23,9 +22,8 @@ from manylora.adapters.residency.residency import Residency
 from manylora.config import SchedulerConfig
 from manylora.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
 from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.engine.fairness.shares import FairPlace
-from manylora.engine.fairness.tenant_load import TenantLoad
 from manylora.engine.fairness.tenant_service import TenantService
 from manylora.engine.request import (
     EXPIRED,
@@ -37,14 +35,18 @@ from manylora.engine.request import (
 )
 from manylora.engine.scheduling.beam import BeamSearch
 from manylora.engine.scheduling.chunks import Chunks
-from manylora.engine.scheduling.first_output import FirstOutput
 from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.outcomes import Outcomes
 from manylora.engine.scheduling.plan import ChunkResult, PlanBuilder, StepPlan
 from manylora.engine.scheduling.preemption import Preemption
 from manylora.engine.scheduling.request_limits import ModelLimits, check_limits
 from manylora.engine.scheduling.request_pages import RequestPages
-from manylora.engine.scheduling.request_state import AdapterHold, ForkSource, RequestState
+from manylora.engine.scheduling.request_state import (
+    AdapterHold,
+    FirstOutput,
+    ForkSource,
+    RequestState,
+)
 from manylora.engine.scheduling.request_table import RequestTable
 from manylora.engine.scheduling.rows import Rows
 from manylora.engine.scheduling.step_budget import StepBudget
@@ -317,22 +319,23 @@ class Scheduler:
             seq=seq,
             rate=self.table.service.full_rate,
             rows=self.config.max_running,
-            tenants=self._tenant_loads({}),
+            tenants=self._tenant_loads(),
             prices=self.table.service.prices,
         )
 
     def tenants(self) -> dict[str, TenantLoad]:
         """Load of each tenant, with the reasons why its requests wait."""
-        reasons: dict[str, Counter[str]] = {}
+        loads = self._tenant_loads()
         for state in self.table.waiting:
-            counts = reasons.setdefault(state.place.key.tenant, Counter())
-            counts[state.waiting_reason] += 1
-        return self._tenant_loads({tenant: dict(counts) for tenant, counts in reasons.items()})
+            reasons = loads[state.place.key.tenant].reasons
+            reasons[state.waiting_reason] = reasons.get(state.waiting_reason, 0) + 1
+        return loads
 
-    def _tenant_loads(self, reasons: dict[str, dict[str, int]]) -> dict[str, TenantLoad]:
+    def _tenant_loads(self) -> dict[str, TenantLoad]:
         table = self.table
-        running = ((state.place, table.units_left(state)) for state in table.running)
-        return table.service.loads(running, reasons)
+        return table.service.loads(
+            (state.place, table.units_left(state)) for state in table.running
+        )
 
     @property
     def _has_steps_in_flight(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manylora.adapters.blobs.memory import MemoryPlace
 from manylora.adapters.ref import AdapterRef
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import TenantLoad
 from manylora.engine.model.spec import base_shape, read_spec
 from manylora.engine.process.client import EngineClient
 from manylora.engine.request import (

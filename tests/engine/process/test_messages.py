@@ -9,7 +9,7 @@ import pytest
 
 from fake_engine import demo_ready
 from manylora.config import Config, ModelConfig, ServerConfig
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import TenantLoad
 from manylora.engine.process import messages
 from manylora.engine.request import ErrorInfo, RequestOutput, TokenLogprobs
 from manylora.engine.status import EngineLoad, EngineStatus, ResidentAdapter, StepBatches, StepStats

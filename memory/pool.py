@@ -56,11 +56,8 @@ class PagePool:
         self._states = bytearray(num_pages)
         """State of each page, as an index of `PAGE_STATES`."""
         self._owners = array("i", [NO_OWNER]) * num_pages
-        self._counts: dict[str, int] = {
-            "free": self.capacity,
-            **dict.fromkeys(PAGE_KINDS, 0),
-            "quarantine": 0,
-        }
+        self.num_quarantined = 0
+        """Pages that become free when a step completes."""
         self._quarantine: list[tuple[int, int, list[int]]] = []
         self._quarantine_entries = 0
         self.completed_step = 0
@@ -76,14 +73,10 @@ class PagePool:
         """Pages that `allocate` can hand out now."""
         return len(self._free)
 
-    @property
-    def num_quarantined(self) -> int:
-        """Pages that become free when a step completes."""
-        return self._counts["quarantine"]
-
     def counts(self) -> dict[str, int]:
         """Pages by state: free, kv, prefix, adapter, quarantine. They sum to `capacity`."""
-        return dict(self._counts)
+        states = self._states[self.first_page :]
+        return {state: states.count(code) for state, code in _CODES.items()}
 
     def state(self, page: int) -> PageState:
         """State of a page."""
@@ -120,8 +113,6 @@ class PagePool:
         for page in pages:
             self._states[page] = code
             self._owners[page] = owner
-        self._counts["free"] -= count
-        self._counts[kind] += count
         return pages
 
     def change_kind(self, pages: Sequence[int], kind: PageKind) -> None:
@@ -151,6 +142,7 @@ class PagePool:
         if released:
             self._release(pages)
         elif pages:
+            self.num_quarantined += len(pages)
             self._quarantine_entries += 1
             heapq.heappush(self._quarantine, (last_step, self._quarantine_entries, list(pages)))
 
@@ -159,6 +151,7 @@ class PagePool:
         self.completed_step = max(self.completed_step, step)
         while self._quarantine and self._quarantine[0][0] <= self.completed_step:
             _, _, pages = heapq.heappop(self._quarantine)
+            self.num_quarantined -= len(pages)
             self._turn(pages, "free")
             self._release(pages)
 
@@ -166,7 +159,7 @@ class PagePool:
         """Verify that every page is in exactly one place.
 
         Raises:
-            PageAccountingError: If pages were lost or doubled, or the counters are wrong.
+            PageAccountingError: If pages were lost or doubled, or the count of quarantined ones is wrong.
         """
         quarantined = [page for _, _, pages in self._quarantine for page in pages]
         states = self._states[self.first_page :]
@@ -179,16 +172,15 @@ class PagePool:
                 raise PageAccountingError(
                     f"the {name} list has {len(pages)} entries for {len(marked)} pages"
                 )
-        actual = {state: states.count(code) for state, code in _CODES.items()}
-        if actual != self._counts:
-            raise PageAccountingError(f"page counters are {self._counts}, pages say {actual}")
+        if self.num_quarantined != len(quarantined):
+            raise PageAccountingError(
+                f"{self.num_quarantined} pages count as quarantined, {len(quarantined)} are"
+            )
 
     def _turn(self, pages: Sequence[int], state: PageState) -> None:
         code = _CODES[state]
         for page in pages:
-            self._counts[PAGE_STATES[self._states[page]]] -= 1
             self._states[page] = code
-        self._counts[state] += len(pages)
 
     def _release(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))

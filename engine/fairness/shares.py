@@ -18,7 +18,7 @@ from manylora.engine.request import FlowKey
 from manylora.errors import EngineError
 
 MAX_IDLE_SHARES = 4096
-"""If there are more idle shares than this, only those with a counter ahead of all active ones are remembered."""
+"""Idle shares that a share remembers; of more, the one that became idle first is forgotten."""
 SortKey = tuple[int, bool, float]
 """Position of a request in the queue of its flow: priority, started or not, arrival. The smallest goes first."""
 ShareT = TypeVar("ShareT", bound="FairShare")
@@ -170,10 +170,7 @@ class FairShare:
             self.ready.clear()
             self._touched.clear()
         elif len(self.idle) > MAX_IDLE_SHARES:
-            least = self.now_served()
-            self.idle = {key: idle for key, idle in self.idle.items() if idle.counter > least}
-            for key in list(self.idle)[: len(self.idle) - MAX_IDLE_SHARES // 2]:
-                del self.idle[key]
+            del self.idle[next(iter(self.idle))]
 
     def now_served(self) -> float:
         """Least counter of the children that have rows and want more; without these, the largest counter ever seen."""

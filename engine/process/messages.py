@@ -92,10 +92,6 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
     count: int
 
 
-class Close(msgspec.Struct, frozen=True, tag="close"):
-    """End the process."""
-
-
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded."""
 
@@ -143,7 +139,6 @@ ToEngine = (
     | Pause
     | ResetPrefixCache
     | Taken
-    | Close
 )
 FromEngine = Ready | StartFailed | Outputs | Status | Load
 

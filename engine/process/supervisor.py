@@ -31,8 +31,6 @@ CRASH_LOOP_LIFE_S = 60.0
 CRASH_LOOP_DELAY_S = 30.0
 SECOND_DELAY_S = 1.0
 
-ASKED_S = 5.0
-"""Grace period after the request to end, in seconds."""
 ENDED_INPUT_S = 7.0
 """Grace period after closing standard input, in seconds."""
 LAST_WORDS_S = 0.5
@@ -138,14 +136,10 @@ class EngineConnection:
             raise EngineUnavailableError("The engine is gone; it is being restarted.")
 
     async def close(self) -> None:
-        """Ask the process to end, then close its input, then kill it. Returns when it is gone."""
+        """Close the input of the process, which ends it, or else kill it. Returns when it is gone."""
         try:
-            if not self.exited.done():
-                with suppress(EngineUnavailableError):
-                    self.send(messages.Close())
-                    await asyncio.wait({self.exited}, timeout=ASKED_S)
-                self._end_input()
-                await asyncio.wait({self.exited}, timeout=ENDED_INPUT_S)
+            self._end_input()
+            await asyncio.wait({self.exited}, timeout=ENDED_INPUT_S)
         finally:
             await self.kill()
 

@@ -88,7 +88,6 @@ class EngineLoop:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self.wakeup.fileno(), zmq.POLLIN)
-        self._is_open = True
         self._next_load_s = 0.0
         self._is_idle_reported = True
         self._num_ahead = 0
@@ -103,7 +102,6 @@ class EngineLoop:
             messages.Pause: self.core.pause,
             messages.ResetPrefixCache: self.core.reset_prefix_cache,
             messages.Taken: self._note_taken,
-            messages.Close: self._end,
             messages.DropAdapter: self.core.residency.forget,
             messages.PinAdapter: self.core.residency.pin,
             messages.TakeWeights: self._take_weights,
@@ -116,14 +114,14 @@ class EngineLoop:
         return self._num_rounds + self.core.num_compiles
 
     def run(self) -> None:
-        """Serve until the client ends it or is gone."""
+        """Serve until the client closes the standard input, or is gone."""
         timeout_ms = 0
         while True:
             self._num_rounds += 1
             self._poller.poll(timeout_ms)
             self.wakeup.clear()
             self._read()
-            if not self._is_open or self.parent_gone.is_set():
+            if self.parent_gone.is_set():
                 return
             steps_before = self.core.num_steps
             outputs = self._refusals
@@ -152,7 +150,7 @@ class EngineLoop:
 
     def _read(self) -> None:
         """Act on all messages that have come."""
-        while self._is_open:
+        while True:
             try:
                 message = messages.decode_to_engine(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
@@ -177,9 +175,6 @@ class EngineLoop:
 
     def _note_taken(self, count: int) -> None:
         self._num_ahead -= count
-
-    def _end(self) -> None:
-        self._is_open = False
 
     def _take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
         try:

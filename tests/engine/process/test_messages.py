@@ -63,7 +63,6 @@ STATUS = EngineStatus(
         messages.PinAdapter(adapter("a"), True),
         messages.AskStatus(),
         messages.AskStatus(is_detailed=True),
-        messages.Close(),
     ],
 )
 def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) -> None:

@@ -158,8 +158,9 @@ def test_an_abort_is_answered(process: Process) -> None:
     assert process.outputs_until_end_of("a")[-1][0].finish_reason == "abort"
 
 
-def test_the_loop_ends_when_it_is_told_to(process: Process) -> None:
-    process.send(messages.Close())
+def test_the_loop_ends_when_its_parent_is_gone(process: Process) -> None:
+    process.parent_gone.set()
+    process.wakeup.wake()
     process.thread.join(60)
     assert not process.thread.is_alive()
 

@@ -251,8 +251,16 @@ class Batches(Transactions):
 
     async def get(self, tenant_id: str, batch_id: str) -> BatchRow:
         """One of a tenant's batches; raises NotFoundError."""
-        async with self.database.read() as session:
-            return await _row(session, tenant_id, batch_id)
+        wanted = (
+            BatchRow.id == check_text(batch_id, "batch", 512),
+            BatchRow.tenant_id == tenant_id,
+        )
+        found: BatchRow | None = next(
+            (row for (row,) in await self.database.rows(select(BatchRow).where(*wanted))), None
+        )
+        if found is None:
+            raise _no_such_batch()
+        return found
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[BatchRow]:
         """A tenant's batches, newest first; those older than the one with the id `after`."""
@@ -292,10 +300,9 @@ class Batches(Transactions):
             .order_by(turn, BatchRow.owner != owner, BatchRow.id)
             .limit(MAX_CLAIMED)
         )
-        async with self.database.read() as session:
-            found = (await session.scalars(due)).all()
+        found = [row for (row,) in await self.database.rows(due)]
         renewed_s = now + RENEW_S
-        kept = tuple(row for row in found if row.owner == owner and row.lease_until >= renewed_s)
+        kept = [row for row in found if row.owner == owner and row.lease_until >= renewed_s]
         ids = [row.id for row in found if row.owner != owner or row.lease_until < renewed_s]
         if not ids:
             return kept
@@ -305,7 +312,7 @@ class Batches(Transactions):
             .values(owner=owner, lease_until=now + LEASE_S)
         )
         async with self.database.write() as session:
-            return (*kept, *await session.scalars(claimed.returning(BatchRow)))
+            return [*kept, *await session.scalars(claimed.returning(BatchRow))]
 
     async def release(self, owner: str) -> None:
         """Give up all batches of `owner`; the first server that claims them goes on."""
@@ -431,8 +438,12 @@ def _enter(row: BatchRow, status: str, now: datetime, **changes: Any) -> None:  
 async def _row(session: AsyncSession, tenant_id: str, batch_id: str) -> BatchRow:
     row = await session.get(BatchRow, check_text(batch_id, "batch", 512))
     if row is None or row.tenant_id != tenant_id:
-        raise NotFoundError("There is no such batch.")
+        raise _no_such_batch()
     return row
+
+
+def _no_such_batch() -> NotFoundError:
+    return NotFoundError("There is no such batch.")
 
 
 async def _own(

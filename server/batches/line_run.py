@@ -16,6 +16,7 @@ import structlog
 
 from manylora import errors
 from manylora.registry.batches import LineResult
+from manylora.registry.cache import ReadThroughCache
 from manylora.registry.db.models import BatchRow
 from manylora.registry.records import SCOPES, Identity, UsageEvent
 from manylora.server.admission.rates import admit
@@ -43,8 +44,6 @@ EXPIRED = (
     "batch_expired",
     "This request could not be executed before the completion window expired.",
 )
-CALLER_S = 1.0
-"""Seconds for which the last check of the key is trusted."""
 
 
 @dataclass(slots=True)
@@ -57,14 +56,17 @@ class LineRunner:
     """Places of all lines that run on this server. A line that waits for a limit has none."""
     keep: Callable[[LineResult], Awaitable[bool]]
     """Makes a result durable; False if it no longer counts."""
+    callers: ReadThroughCache[tuple[str, str], Caller]
+    """Callers by tenant and key, which all batches share."""
     is_ending: bool = False
     """The batch is cancelled or has expired: no more lines run, and lines that are cut do not run again."""
-    _known: tuple[float, Caller] | None = field(default=None)
+    _caller: Caller | None = field(default=None)
+    """As it was last read."""
 
     @property
     def weight(self) -> float:
         """The tenant's weight as it was last read; 1 before `caller` was asked."""
-        return self._known[1].weight if self._known else 1.0
+        return self._caller.weight if self._caller else 1.0
 
     async def run(self, number: int, line: Line) -> None:
         """Run a line until it has a result."""
@@ -176,20 +178,24 @@ class LineRunner:
             AuthenticationError: The key was revoked or has expired.
             ForbiddenError: It may not generate any more.
         """
+        key = (self.batch.tenant_id, self.batch.key_id)
+        self._caller = await self.callers.ask(key, self._read_caller)
+        return self._caller
+
+    async def _read_caller(self) -> Caller:
         registry = self.services.registry
-        now_s = self.services.clock.monotonic()
-        tenant_id = self.batch.tenant_id
-        if self._known is not None and now_s - self._known[0] < CALLER_S:
-            return self._known[1]
-        identity = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
         if self.batch.key_id:
             identity = await registry.keys.identify_key(self.batch.key_id)
-        if "infer" not in identity.scopes:
-            raise errors.ForbiddenError("The API key lacks the scope infer.")
+            if "infer" not in identity.scopes:
+                raise errors.ForbiddenError("The API key lacks the scope infer.")
+            return Caller(
+                identity=identity,
+                tenant_id=identity.tenant_id,
+                tenant=identity.tenant,
+                weight=identity.tenant_weight,
+            )
+        tenant_id = self.batch.tenant_id
+        admin = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
         tenant = (await registry.tenants.tenant_names([tenant_id])).get(tenant_id)
-        weight = identity.tenant_weight
-        if identity.tenant_id is None and tenant is not None:
-            weight = (await registry.tenants.get_tenant(tenant)).weight
-        caller = Caller(identity=identity, tenant_id=tenant_id, tenant=tenant, weight=weight)
-        self._known = (now_s, caller)
-        return caller
+        weight = 1.0 if tenant is None else (await registry.tenants.get_tenant(tenant)).weight
+        return Caller(identity=admin, tenant_id=tenant_id, tenant=tenant, weight=weight)

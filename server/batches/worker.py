@@ -14,8 +14,10 @@ import structlog
 
 from manylora.errors import AdapterUnavailableError, ManyloraError, RequestError
 from manylora.registry.batches import OPEN
+from manylora.registry.cache import ReadThroughCache
 from manylora.registry.db.clock import to_seconds
 from manylora.registry.db.models import BatchRow
+from manylora.server.auth.callers import Caller
 from manylora.server.batches.input_lines import check_input, input_error, parse_line, read_lines
 from manylora.server.batches.line_run import LineRunner
 from manylora.server.batches.results import ResultCommits, write_files
@@ -60,6 +62,9 @@ class BatchWorker:
         self._checks = FairSemaphore(CHECKS, spare=CHECKS)
         self._in_order: WeakValueDictionary[tuple[str, str], KeysBatches] = WeakValueDictionary()
         """By tenant and key: one key's limits do not hold up batches of another."""
+        self._callers: ReadThroughCache[tuple[str, str], Caller] = ReadThroughCache(
+            services.clock.monotonic
+        )
         self._commits = ResultCommits(services, owner)
         self._runs: dict[str, tuple[LineRunner, asyncio.Task[None]]] = {}
         self._is_stopping = asyncio.Event()
@@ -95,7 +100,12 @@ class BatchWorker:
             runner, task = self._runs.get(batch.id, (None, None))
             if runner is None or task is None or task.done():
                 runner = LineRunner(
-                    self._services, batch, self._places, self._commits.keep, self._is_over(batch)
+                    services=self._services,
+                    batch=batch,
+                    places=self._places,
+                    keep=self._commits.keep,
+                    callers=self._callers,
+                    is_ending=self._is_over(batch),
                 )
                 self._runs[batch.id] = runner, asyncio.create_task(self._run(runner), name=batch.id)
             elif self._is_over(batch) and not runner.is_ending:

@@ -75,18 +75,18 @@ async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
     await registry.batches.end(batch.id, "a", "completed", {}, _store)
     assert (await registry.batches.get(batch.tenant_id, batch.id)).status == "completed"
     assert await registry.batches.done_lines(batch.id) == frozenset()
-    assert await registry.batches.claim("a") == ()
+    assert await registry.batches.claim("a") == []
 
 
 async def test_a_batch_is_taken_over_only_when_its_owner_is_silent_or_leaves_it(
     registry: Registry, batch: BatchRow, clock: StandingClock
 ) -> None:
     assert len(await registry.batches.claim("a")) == 1
-    assert await registry.batches.claim("b") == ()
+    assert await registry.batches.claim("b") == []
     assert len(await registry.batches.claim("a")) == 1
     clock.advance(LEASE_S + 1)
     assert len(await registry.batches.claim("b")) == 1
-    assert await registry.batches.claim("a") == ()
+    assert await registry.batches.claim("a") == []
     await registry.batches.release("b")
     assert len(await registry.batches.claim("a")) == 1
 

@@ -15,6 +15,8 @@ from api_adapters import upload
 from api_server import BASE, Api, Client, eventually
 from manylora.engine.request import ErrorInfo
 from manylora.registry import batches as registry_batches
+from manylora.registry import cache
+from manylora.registry.records import Identity
 from manylora.server.batches import line_run
 from manylora.server.batches import results as batch_results
 from manylora.server.batches.worker import BatchWorker
@@ -149,7 +151,7 @@ async def test_a_month_that_is_used_up_fails_lines_with_the_reason(
 async def test_a_revoked_key_and_a_deleted_adapter_fail_the_lines_that_follow(
     api: Api, acme: Client, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_run, "CALLER_S", 0.0)
+    monkeypatch.setattr(cache, "MAX_AGE_S", 0.0)
     await upload(acme, "pirate")
     batch_id = await start(api, lines_for(BASE, "pirate"))
     await acme.delete("/v1/adapters/pirate")
@@ -162,6 +164,25 @@ async def test_a_revoked_key_and_a_deleted_adapter_fail_the_lines_that_follow(
     api.keys.clear()
     ended = await run(api, worker, batch_id)
     assert codes(await results(api, ended["error_file_id"])) == {(401, "invalid_api_key")}
+
+
+async def test_lines_of_all_batches_of_a_key_share_one_look_at_it(
+    api: Api, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = api.services.registry.keys
+    looks: list[str] = []
+    really = keys.identify_key
+
+    async def counted(key_id: str) -> Identity:
+        looks.append(key_id)
+        return await really(key_id)
+
+    monkeypatch.setattr(keys, "identify_key", counted)
+    monkeypatch.setattr(cache, "MAX_AGE_S", 60.0)
+    batches = [await start(api, lines_for(*[BASE] * 8)) for _ in range(4)]
+    for batch in batches:
+        assert (await run(api, worker, batch))["request_counts"]["completed"] == 8
+    assert len(looks) == 1
 
 
 async def test_lines_that_the_engine_loses_run_again_and_are_billed_once(

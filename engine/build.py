@@ -60,7 +60,7 @@ from manylora.engine.model.spec import (
     read_spec,
     resolve_model,
 )
-from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
+from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.request_limits import ModelLimits
 from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.engine.status import EngineReady, MemoryPlan
@@ -204,7 +204,6 @@ def build_engine(
         prefixes=prefixes,
         swap=SwapSpace(slab, images.make_room, max_pages=slab.num_pages // SWAP_DIVISOR),
         costs=costs,
-        prefix_seed=prefix_seed(base.digest, ready.number_format, spec.rope),
         is_sharing=config.memory.prefix_cache,
     )
     limits = ModelLimits(

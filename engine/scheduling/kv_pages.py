@@ -9,12 +9,10 @@ request is computed again from there.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from manylora.engine.model.rope_spec import RopeSpec
 from manylora.engine.request import GenerationRequest
 from manylora.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
 from manylora.engine.scheduling.request_limits import kv_tokens
@@ -27,33 +25,15 @@ from manylora.memory.host_slab import SwapSpace
 from manylora.memory.pool import NO_OWNER, PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
-PrefixSeed = Callable[[GenerationRequest], bytes]
 
+def prefix_seed(request: GenerationRequest) -> bytes:
+    """Seed of a request's chain of blocks: all that its blocks depend on besides tokens, and the tenant.
 
-def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
-    """A function from a request to the seed of its chain of blocks.
-
-    Two requests share cached blocks only within one tenant, and only if the same weights compute them in the same way.
-
-    Args:
-        base_digest: The base model.
-        kv_dtype: Dtypes in which keys and values are computed and stored.
-        rope: The rotary embedding in them.
+    The cache lives as long as its engine, so base, formats of numbers and rotary embedding are the same for all blocks.
+    An adapter's digest is of its weights and of its config.
     """
-    rope_settings = json.dumps(asdict(rope), sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-    def seed(request: GenerationRequest) -> bytes:
-        adapter = request.adapter
-        # The adapter's digest is of its weights and of its config.
-        return chain_seed(
-            request.flow.tenant,
-            base_digest,
-            "" if adapter is None else adapter.digest,
-            kv_dtype,
-            rope_settings,
-        )
-
-    return seed
+    adapter = request.adapter
+    return chain_seed(request.flow.tenant, "" if adapter is None else adapter.digest)
 
 
 Preemption = Literal["swap", "recompute"]
@@ -92,8 +72,6 @@ class KvPages:
     """Host memory of preempted requests."""
     costs: PageCosts
     """Decide between swapping and computing again."""
-    prefix_seed: PrefixSeed
-    """Makes the seed of a request's chain: all that its blocks depend on besides tokens, and the tenant."""
     is_sharing: bool = True
     """False publishes nothing and finds nothing."""
     _num_named: int = field(default=0, init=False)
@@ -162,7 +140,7 @@ class KvPages:
             and not state.output_token_ids
             and not state.first_output.keeps_prompt_logprobs
             and leader.request.prompt_token_ids == state.request.prompt_token_ids
-            and self.prefix_seed(leader.request) == self.prefix_seed(state.request)
+            and prefix_seed(leader.request) == prefix_seed(state.request)
         )
 
     def prefix_hit(self, state: RequestState) -> PrefixHit:
@@ -352,7 +330,7 @@ class KvPages:
         pages = state.pages
         page_tokens = self.geometry.page_tokens
         if pages.chain is None:
-            pages.chain = TokenChain(self.prefix_seed(state.request), page_tokens)
+            pages.chain = TokenChain(prefix_seed(state.request), page_tokens)
         if num_blocks > len(pages.chain.blocks):
             pages.chain.extend(state.tokens(pages.chain.num_tokens, num_blocks * page_tokens))
         return pages.chain

@@ -13,8 +13,7 @@ from manylora.engine.core import EngineCore
 from manylora.engine.execution.memory_plan import CPU_STEP_TOKENS
 from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.fairness.prices import Prices
-from manylora.engine.model.rope_spec import RopeSpec
-from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
+from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.request_limits import ModelLimits
 from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
@@ -133,7 +132,6 @@ class SimulatedEngine:
             prefixes=self.prefixes,
             swap=self.swap,
             costs=costs,
-            prefix_seed=prefix_seed("base", "float32", RopeSpec()),
             is_sharing=is_caching,
         )
         self.scheduler = Scheduler(

@@ -87,7 +87,6 @@ class EngineCore:
         """Oldest first. Between two pumps it is one step at most."""
         self.num_steps = 0
         """Steps launched since start."""
-        self._status_seq = 0
         self._num_failures = 0
         self._is_checked = True
         self._next_check_s = 0.0
@@ -170,11 +169,9 @@ class EngineCore:
         self._settle()
         table = self._table
         kv = self._kv
-        self._status_seq += 1
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
         return EngineStatus(
             boot_id=self._boot_id,
-            seq=self._status_seq,
             running=len(table.running),
             base_running=sum(state.adapter.lease is None for state in table.running),
             waiting=len(table.waiting),
@@ -203,8 +200,7 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         """Work in the queue and in the steps, by tenant; cheap enough for several calls a second."""
-        self._status_seq += 1
-        return self._scheduler.load(self._boot_id, self._status_seq)
+        return self._scheduler.load()
 
     def check(self) -> None:
         """Verify that pages, slots and requests add up.

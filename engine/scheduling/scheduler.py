@@ -312,11 +312,9 @@ class Scheduler:
         if self.grammars is not None:
             self.grammars.close()
 
-    def load(self, boot_id: str, seq: int) -> EngineLoad:
+    def load(self) -> EngineLoad:
         """Work by tenant, in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
-            boot_id=boot_id,
-            seq=seq,
             rate=self.table.service.full_rate,
             rows=self.config.max_running,
             tenants=self._tenant_loads(),

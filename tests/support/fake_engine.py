@@ -306,7 +306,6 @@ class FakeEngine(EngineClient):
             raise EngineUnavailableError("The engine restarts.")
         return EngineStatus(
             boot_id=self.ready.boot_id,
-            seq=len(self.requests),
             running=len(self.running),
             waiting=sum(load.waiting for load in self.tenants.values()),
             pause=self.paused,

@@ -62,7 +62,6 @@ class ModelEngine:
         self.recent: list[tuple[float, str, float]] = []
         self.load: EngineLoad | None = None
         self.units: dict[str, float] = defaultdict(float)
-        self._seq = 0
 
     def submit(self, client: Client) -> None:
         if not self.requests.get(client.tenant):
@@ -107,10 +106,7 @@ class ModelEngine:
         rates: dict[str, float] = defaultdict(float)
         for _, name, units in self.recent:
             rates[name] += units / RATE_SPAN_S
-        self._seq += 1
         self.load = EngineLoad(
-            boot_id="model",
-            seq=self._seq,
             rate=CAPACITY,
             rows=ROWS,
             tenants={

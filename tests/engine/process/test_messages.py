@@ -32,7 +32,6 @@ OUTPUT = RequestOutput(
 )
 STATUS = EngineStatus(
     boot_id="b",
-    seq=1,
     running=1,
     waiting=2,
     residents=[ResidentAdapter(digest="d", tier="device", pages=3, running=1)],
@@ -76,8 +75,6 @@ def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) ->
         messages.Status(STATUS),
         messages.Load(
             EngineLoad(
-                boot_id="b",
-                seq=2,
                 rate=3.5,
                 tenants={"t": TenantLoad(waiting=1, reasons={"NEW": 1})},
             )

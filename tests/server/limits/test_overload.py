@@ -28,7 +28,7 @@ def body(number: int = 0, **fields: object) -> dict[str, object]:
 def say(api: Api, rate: float = 100.0, **tenants: float) -> None:
     """What the engine says of itself: units per second in all, and of each tenant."""
     loads = {name: TenantLoad(rate=rate) for name, rate in tenants.items()}
-    api.engine.load = EngineLoad(boot_id="boot-1", seq=1, rate=rate, tenants=loads)
+    api.engine.load = EngineLoad(rate=rate, tenants=loads)
 
 
 @asynccontextmanager

@@ -69,7 +69,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.dispatch import kernels_for
 from manylora.kernels.triton.compiles import CompileWatch
 from manylora.memory.arena import Arena, PageCopier
-from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
+from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.host_slab import HostSlab, SwapSpace
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixCache
@@ -156,7 +156,7 @@ def build_engine(
         prompt_context=2 * spec.num_layers * spec.num_heads * spec.head_dim / spec.num_parameters,
     )
 
-    evictor = Evictor(pool, eviction_policy(config.memory.eviction))
+    evictor = Evictor(pool)
     prefixes = PrefixCache(pool, evictor, block_s=geometry.page_tokens * costs.token_s)
     images = HostImages(slab)
     tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)

@@ -25,7 +25,6 @@ Auth = Literal["on", "off"]
 ServerRole = Literal["all", "gateway", "replica"]
 MetricsAliases = Literal["none", "vllm"]
 KvDtype = Literal["auto", "int8"]
-Eviction = Literal["gdsf", "lru"]
 Policy = Literal["fcfs", "fair"]
 Overlap = Literal["auto", "on", "off"]
 
@@ -127,16 +126,13 @@ class MemoryConfig:
     memory, with a scale per token and head; answers may change a little."""
     prefix_cache: bool = True
     """Keep the KV cache of earlier requests for requests that begin with the same tokens."""
-    eviction: Eviction = "gdsf"
-    """Order of eviction when pages run short. gdsf first evicts the item with the lowest cost, which is the seconds per
-    page to load or compute it again, times its number of uses. lru first evicts the least recently used item."""
     poison: bool = False
     """For debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
 
     def __post_init__(self) -> None:
         for name, value in (("memory.gib", self.gib), ("memory.host_gib", self.host_gib)):
             _require(value is None or 0 < value <= 4096, name, "above 0, at most 4096", value)
-        _check_choices("memory", self, kv_dtype=KvDtype, eviction=Eviction)
+        _check_choices("memory", self, kv_dtype=KvDtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

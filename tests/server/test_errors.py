@@ -23,7 +23,7 @@ def test_every_error_class_has_its_status_and_one_shape() -> None:
         assert set(orjson.loads(response.body)["error"]) == {"message", "type", "param", "code"}
     assert statuses == {
         400: {
-            errors.ErrorInfo,
+            errors.RequestError,
             errors.InvalidRequestError,
             errors.UnsupportedParameterError,
             errors.ContextLengthError,

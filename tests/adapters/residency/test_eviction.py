@@ -32,7 +32,7 @@ def test_packing_happens_once_and_a_swap_in_is_page_copies_and_one_table_row(
 def test_what_is_in_host_memory_goes_before_what_must_be_read_again(
     tmp_path: Path, for_swapped_kv: bool
 ) -> None:
-    parts, (dear, cheap, _), pages = prepare(tmp_path, policy="gdsf", num_pages=100)
+    parts, (dear, cheap, _), pages = prepare(tmp_path, num_pages=100)
     for ref in (dear, cheap):
         parts.load(ref)
     if for_swapped_kv:
@@ -47,7 +47,7 @@ def test_what_is_in_host_memory_goes_before_what_must_be_read_again(
 
 
 def test_what_is_used_more_often_goes_later_also_after_it_was_away(tmp_path: Path) -> None:
-    parts, (often, seldom, _), pages = prepare(tmp_path, policy="gdsf", num_pages=100)
+    parts, (often, seldom, _), pages = prepare(tmp_path, num_pages=100)
     for _ in range(3):
         parts.load(often)
         parts.evict_all()
@@ -105,7 +105,7 @@ def test_an_adapters_cached_prefixes_go_with_it_and_nobody_elses(tmp_path: Path)
 def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone(
     tmp_path: Path,
 ) -> None:
-    parts, (ref, other, _), pages = prepare(tmp_path, policy="gdsf")
+    parts, (ref, other, _), pages = prepare(tmp_path)
     for each in (ref, other, other):
         parts.load(each)
     assert parts.residency.acquire(ref.digest) is not None

@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from hypothesis import settings
@@ -51,14 +50,11 @@ def stored() -> tuple[tempfile.TemporaryDirectory[str], list[AdapterRef]]:
 
 class ResidencyMachine(RuleBasedStateMachine):
     @initialize(
-        policy=st.sampled_from(["lru", "gdsf"]),
         at_first=st.lists(adapters, unique=True, max_size=4),
     )
-    def start(self, policy: Literal["lru", "gdsf"], at_first: list[int]) -> None:
+    def start(self, at_first: list[int]) -> None:
         folder, self.refs = stored()
-        self.parts = ResidencyParts(
-            Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3, policy=policy
-        )
+        self.parts = ResidencyParts(Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3)
         self.residency = self.parts.residency
         self.swap = SwapSpace(self.parts.slab, self.parts.images.make_room, MAX_SWAPPED)
         self.index = {ref.digest: index for index, ref in enumerate(self.refs)}

@@ -125,7 +125,6 @@ class Simulation(SimulatedEngine):
                 VirtualExecutor(self.time, scenario.load_threads),
                 VirtualExecutor(self.time, 1),
             ),
-            eviction=scenario.eviction,
             is_caching=scenario.is_caching,
             prices=scenario.prices,
             poison=self.device.poison,

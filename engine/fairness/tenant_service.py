@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,8 +12,6 @@ from manylora.engine.fairness.lengths import Lengths
 from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.engine.fairness.shares import FairPlace
 
-NUM_KEPT_ENDS = 64
-MAX_RETRY_AFTER_S = 60.0
 MAX_KNOWN_TENANTS = 4096
 """More tenants than this are remembered only while they have requests."""
 RATE_HALF_LIFE_S = 1.0
@@ -84,7 +82,6 @@ class TenantService:
         self._clock = clock
         self.tenants: dict[str, _Tenant] = {}
         """Tenants with requests, and the latest ones without."""
-        self._ends_s: deque[float] = deque(maxlen=NUM_KEPT_ENDS)
         self._rate = Rate()
         self._full_rate = Rate()
         self._reported_s = 0.0
@@ -105,11 +102,9 @@ class TenantService:
         tenant.weight = place.key.weight
         tenant.num_requests += 1
 
-    def leave(self, place: FairPlace, *, is_request: bool) -> None:
-        """Count a request that leaves the engine; a beam that is not the client's request frees no place in a queue."""
+    def leave(self, place: FairPlace) -> None:
+        """Count a request that leaves the engine."""
         self.tenants[place.key.tenant].num_requests -= 1
-        if is_request:
-            self._ends_s.append(self._clock())
 
     def wait(self, place: FairPlace, units: float) -> None:
         """Count the predicted work of a request that begins to wait."""
@@ -220,11 +215,3 @@ class TenantService:
             load.paused += not place.has_row
             load.backlog += units
         return found
-
-    def retry_after_s(self, num_waiting: int) -> float:
-        """Predict in how many seconds a place in a queue is free, from the rate at which requests end."""
-        ends = self._ends_s
-        if len(ends) < 2 or ends[-1] <= ends[0]:
-            return 1.0
-        rate = (len(ends) - 1) / (ends[-1] - ends[0])
-        return min(max(num_waiting / rate, 1.0), MAX_RETRY_AFTER_S)

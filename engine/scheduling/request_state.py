@@ -179,11 +179,6 @@ class RequestState:
         return self.beam is not None and self.beam.result is not None
 
     @property
-    def is_beam_fork(self) -> bool:
-        """True if it goes on from another beam, and not from a client's request."""
-        return self.beam is not None and self.beam.search_id != self.request_id
-
-    @property
     def tokens_to_reserve(self) -> int:
         """Tokens for which a preempted request takes pages on return; then it needs no more pages while protected."""
         if not self.pages.num_preemptions:

@@ -266,7 +266,7 @@ class RequestTable:
             self._stop_running(state)
             self.kv.free(state, state.pages.last_step)
             self.release_lease(state)  # only now: cached blocks of an adapter go with it
-        self.service.leave(state.place, is_request=not state.is_beam_fork)
+        self.service.leave(state.place)
 
     def release_lease(self, state: RequestState) -> None:
         """Give the running reference to its adapter back, if it has one."""

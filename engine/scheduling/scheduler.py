@@ -138,8 +138,7 @@ class Scheduler:
         num_free_rows = max(self.config.max_running - self.table.num_rows, 0)
         if len(self.table.waiting) >= self.config.max_waiting + num_free_rows:
             raise QueueFullError(
-                f"{len(self.table.waiting)} requests wait already. Try again later.",
-                retry_after_s=self.table.service.retry_after_s(len(self.table.waiting)),
+                f"{len(self.table.waiting)} requests wait already. Try again later."
             )
         if (
             request.request_id in self.table.requests

@@ -60,7 +60,7 @@ def test_a_fork_goes_on_from_the_tokens_of_its_leader() -> None:
     assert fork.source is not None
     assert (fork.source.leader, fork.source.num_tokens) == (state, state.num_tokens)
     assert fork.place.num_charged == state.num_tokens
-    assert (fork.status, fork.place.has_started, fork.is_beam_fork) == ("waiting", True, True)
+    assert (fork.status, fork.place.has_started) == ("waiting", True)
     assert fork.cursor.pages is fork.pages
     assert not fork.cursor.in_flight
     assert fork.pages.chain is None or fork.pages.chain is not state.pages.chain

@@ -55,6 +55,17 @@ class Preemption:
         self._table.stop(state)
         self._table.preemptions[how] += 1
 
+    def undo_start(self, state: RequestState, step: int) -> None:
+        """Take the pages from a request that a failed step was to fill; nobody gets them, so it is no preemption."""
+        pages = state.pages
+        num_preemptions = pages.num_preemptions
+        progress_mark = pages.progress_mark
+        pages.last_step = max(pages.last_step, step)
+        self.preempt(state, None)
+        pages.num_preemptions = num_preemptions
+        pages.progress_mark = progress_mark
+        self._table.preemptions["recompute"] -= 1
+
     def pause(self, state: RequestState, draft: PlanBuilder) -> None:
         """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
         num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._table.paused))

@@ -290,8 +290,7 @@ class Scheduler:
             if state is not None and state.pages.last_step >= plan.step:
                 self.finish(chunk.request_id, "error", INTERNAL)
         for state in [state for state in self.table.running if state.request_id in plan.started]:
-            state.pages.last_step = max(state.pages.last_step, plan.step)
-            self._preemption.preempt(state, None)
+            self._preemption.undo_start(state, plan.step)
         self.table.lose_swapped(plan.step)
         self._last_units = plan.units = 0.0  # how long it took says nothing
 

@@ -248,7 +248,7 @@ def test_check_notices_a_wrong_count() -> None:
         parts.evictor.check()
 
 
-def test_the_first_of_some_is_the_one_that_the_policy_takes_and_that_can_go_now() -> None:
+def test_the_first_of_some_is_the_one_that_goes_first_and_that_can_go_now() -> None:
     parts = Parts()
     read, early, late = parts.idle(1, last_step=5), parts.idle(1), parts.idle(1)
     kept = parts.thing(1)

@@ -166,18 +166,14 @@ def test_check_finds_an_adapter_in_use_that_can_be_evicted(tmp_path: Path) -> No
         parts.residency.check()
 
 
-def test_for_a_slot_the_adapter_goes_that_the_policy_takes_first_and_no_cached_block(
+def test_for_a_slot_the_adapter_goes_that_is_used_least_and_no_cached_block(
     tmp_path: Path,
 ) -> None:
     parts, refs, _ = prepare(tmp_path, count=3, slots=2, num_pages=100)
     parts.prefixes.release(parts.cache_blocks(None, 3), 0)
-    for ref in refs[:2]:
+    for ref in (*refs[:2], refs[0]):
         parts.clock[0] += 1
         parts.load(ref)
-    parts.clock[0] += 1
-    assert parts.residency.acquire(refs[0].digest) is not None
-    parts.residency.release(refs[0].digest, last_step=1)
-    parts.settle(step=1)
     parts.load(refs[2])
     assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "host", "device"]
     assert parts.prefixes.groups() == {None: 3}

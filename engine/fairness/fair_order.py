@@ -98,8 +98,6 @@ class FairOrder:
         tenant = lane.child(FairShare, key.tenant, key.weight, self._credit, next(self._tickets))
         adapter = place.adapter if self._is_fair else None
         place.flow = tenant.child(Flow, adapter, 1.0, self._credit, next(self._tickets))
-        for share in place.flow.path:
-            share.num_alive += 1
         self._num_prioritized += place.priority != 0
         self.queue(place)
 
@@ -112,8 +110,7 @@ class FairOrder:
             self._stopped.discard(place)
         self._num_prioritized -= place.priority != 0
         for share in place.flow.path:
-            share.num_alive -= 1
-            if not share.num_alive and share.parent is not None:
+            if not share.num_queued and not share.rows and share.parent is not None:
                 share.parent.retire(share)
 
     def queue(self, place: FairPlace) -> None:

@@ -109,8 +109,6 @@ class FairShare:
     """Its requests in the step."""
     promised: int = 0
     """Its requests that this plan has looked at and that have no row."""
-    num_alive: int = 0
-    """All its requests."""
     num_queued: int = 0
     """Its requests without a row."""
     is_closed: bool = False
@@ -194,8 +192,8 @@ class FairShare:
     def _check_counts(
         self, queued: int, rows: int, request_ids: set[str]
     ) -> tuple[int, int, set[str]]:
-        counted = (self.num_queued, self.rows, self.num_alive)
-        if self.parent is not None and counted != (queued, rows, queued + rows):
+        counted = (self.num_queued, self.rows)
+        if self.parent is not None and counted != (queued, rows):
             raise EngineError(
                 f"a share has {queued} requests queued and {rows} in the step, and counts {counted}"
             )

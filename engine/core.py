@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora.engine.execution.runner import LaunchedStep, ModelRunner
 from manylora.engine.execution.step_history import StepHistory
@@ -37,8 +37,7 @@ CHECK_DIVISOR = 100
 """An idle engine verifies its page counts for at most one second in 100, since a request may come meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
+class StepInFlight(NamedTuple):
     """A step that was launched and whose results were not taken in."""
 
     plan: StepPlan

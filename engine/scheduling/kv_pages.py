@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from manylora.engine.request import GenerationRequest
 from manylora.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
@@ -42,8 +42,7 @@ MAX_NAMED_TOKENS = 32_768
 """Tokens whose blocks are named in one plan for requests that wait, some 20 ms; one request may have more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixHit:
+class PrefixHit(NamedTuple):
     """Part of a waiting request's KV cache that need not be computed."""
 
     blocks: Sequence[PrefixBlock]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +64,7 @@ class Chunk:
     is a 0 then, because the token is not known yet. None: `token_ids` has the tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageMove:
+class PageMove(NamedTuple):
     """A page that goes between device and host, whole."""
 
     device_page: int
@@ -73,8 +73,7 @@ class PageMove:
     """In the host slab."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """A page of the arena that is copied to another, whole."""
 
     source: int

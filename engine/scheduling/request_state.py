@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from manylora.adapters.residency.slots import SlotLease
 from manylora.engine.fairness.shares import FairPlace
@@ -80,8 +80,7 @@ class Beam:
     """Candidates for the next token. While they are there, the beam waits for the results of the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkSource:
+class ForkSource(NamedTuple):
     """Request whose pages another one will share."""
 
     leader: RequestState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -42,6 +43,12 @@ atexit.register(gc.unfreeze)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TimeByFile())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Let each test process start coverage itself, and pause it: a second one from the variable would never pause."""
+    os.environ.pop(COVERAGE_OF_PROCESSES, None)  # noqa: TID251 - it is no setting of the product
 
 
 def pytest_collection_finish() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,8 +53,6 @@ def attend(
     slot_mapping: Tensor,
     batch: AttentionBatch,
     scale: float,
-    *,
-    paged_attention: Callable[..., Tensor] = attention_cpu.paged_attention,
 ) -> Tensor:
     """Norm the heads, rotate them, store keys and values, attend.
 
@@ -74,7 +71,6 @@ def attend(
         slot_mapping: Where the keys and values of the T tokens go, as `kv_write` takes it.
         batch: The rows and the keys that they attend to.
         scale: Factor of the scores.
-        paged_attention: Computes the attention.
 
     Returns:
         [T, Hq * D], dtype of qkv. Rows of no request are zero.
@@ -88,7 +84,7 @@ def attend(
         k = rows_cpu.rms_norm(k, norms.k, norms.eps)
     rows_cpu.rope(q, k, *rotation.factors())
     rows_cpu.kv_write(k, v, kv, slot_mapping)
-    return paged_attention(q, kv, batch, scale).flatten(1)
+    return attention_cpu.paged_attention(q, kv, batch, scale).flatten(1)
 
 
 def split_heads(qkv: Tensor, kv: KvLayer) -> tuple[Tensor, Tensor, Tensor]:

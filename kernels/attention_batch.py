@@ -1,7 +1,10 @@
-"""The attention side of a step, query rows and their pages: lists for the host, and tensors for kernels on a device.
+"""The attention side of a step: runs of query rows and their pages, on the host or as tensors on a device.
 
-Short runs of query rows (decode, and verification of a few drafted tokens) are items: each row attends on its own, so
-that its result does not depend on the rows beside it. Longer runs are chunks of a prompt, and computed in tiles.
+A run is the query rows of one request: [first query row, number of rows, position of the first row, where in the block
+table the pages of the request begin]. Runs are columns of an array, [4, R], int32. A run can be cut into runs.
+
+Short runs (decode, and verification of a few drafted tokens) are cut into items: each row attends on its own, so that
+its result does not depend on the rows beside it. Longer runs are chunks of a prompt, and computed in tiles.
 
 An item's keys are divided into splits. The division depends only on the number of its keys, so its result does not
 depend on the batch.
@@ -9,7 +12,7 @@ depend on the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +29,6 @@ PARTIAL_PAD = 4
 """Floats behind a partial sum: its maximum, its sum of weights, and two that keep rows on a multiple of 16 bytes."""
 TILE_HEADS = 128
 """Query rows of a tile, times the heads of a KV group."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """The query rows of one request that are computed together."""
-
-    request: int
-    row: int
-    """First row of the batch."""
-    query_len: int
-    context_len: int
-    """KV tokens including the chunk itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -59,8 +50,7 @@ class AttentionRows:
     work: dict[int, Tensor]
     """By sliding window, 0 for none, [I + 1]: number of splits of all items before each (`split_starts`)."""
     tiles: Tensor
-    """[4, C]: first query row, number of rows (0: there is no such tile), position of the first row, where in
-    `block_table` the pages begin. At most `chunk_tile_rows` rows each, what takes longest first."""
+    """[4, C]: runs of at most `chunk_tile_rows` rows, what takes longest first. One of 0 rows is no tile."""
     page_tokens: int
     num_partials: int
     """Largest number of splits whose results are kept, of all items together (`most_partials`)."""
@@ -115,43 +105,47 @@ def chunk_tile_rows(group: int) -> int:
     return max(1, TILE_HEADS // group)
 
 
-def chunk_tiles(chunks: Sequence[tuple[int, int, int, int]], group: int) -> np.ndarray:
-    """The tiles of chunks, [4, C], int32, as `AttentionRows.tiles` has them.
+def cut(runs: np.ndarray, most: int) -> np.ndarray:
+    """Cut runs into runs of at most `most` rows."""
+    counts = -(-runs[1] // most)
+    pieces = np.repeat(runs, counts, axis=1)
+    offsets = (np.arange(pieces.shape[1]) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    pieces[0] += offsets
+    pieces[1] = np.minimum(pieces[1] - offsets, most)
+    pieces[2] += offsets
+    return pieces
+
+
+def item_runs(runs: np.ndarray) -> np.ndarray:
+    """The rows of short runs, each as a run of its own."""
+    return cut(runs[:, runs[1] <= MAX_ITEM_ROWS], 1)
+
+
+def tile_runs(runs: np.ndarray, group: int) -> np.ndarray:
+    """Tiles of all other runs; those that see the most keys come first.
 
     Args:
-        chunks: For each chunk: first query row, number of rows, position of the first row, index of its first page.
+        runs: The runs of a step.
         group: Number of heads that share a KV head.
     """
-    most = chunk_tile_rows(group)
-    tiles = [
-        (row + start, min(most, rows - start), position + start, table)
-        for row, rows, position, table in chunks
-        for start in range(0, rows, most)
-    ]
-    tiles.sort(key=lambda tile: -(tile[1] + tile[2]))  # the keys that a tile sees
-    return np.array(tiles, dtype=np.int32).reshape(-1, 4).T.copy()
+    tiles = cut(runs[:, runs[1] > MAX_ITEM_ROWS], chunk_tile_rows(group))
+    return tiles.take(np.argsort(-(tiles[1] + tiles[2]), kind="stable"), axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionBatch:
-    """The attention side of one step, made of lists (`build`) or of tensors that are on a device already (`of_rows`).
+    """The attention side of one step, made of runs (`build`) or of tensors that are on a device already (`of_rows`).
 
-    Kernels on a CPU read the lists, and those on a device read `rows`.
+    Kernels on a CPU read the runs, and those on a device read `rows`.
     """
 
     block_table: Tensor
-    """[R, max_blocks], int32, on the host: pages of each request, padded with 0, the zero page."""
-    query_lens: tuple[int, ...] = ()
-    """[R]: query rows of each request."""
-    context_lens_host: tuple[int, ...] = ()
-    """[R]: KV tokens including this step's; 0 for padding."""
-    items_host: np.ndarray
-    """[3, I], int32: the query row of each item, its request, and how many KV tokens it may see with itself."""
-    chunks: tuple[PromptChunk, ...]
-    """Requests with more than `MAX_ITEM_ROWS` rows."""
+    """[N], int32, on the host: pages of all requests, one request after the other."""
+    runs: np.ndarray
+    """[4, R], int32: the query rows of each request. They are the last tokens of what it sees."""
     page_tokens: int
     num_rows: int
-    """Rows of all requests; further rows of a batch are padding, and their output is zero."""
+    """Rows of all requests; other rows of a batch are padding, and their output is zero."""
     device: torch.device
     """Where the kernels run."""
     _rows: AttentionRows | None = None
@@ -159,43 +153,21 @@ class AttentionBatch:
 
     @classmethod
     def build(
-        cls,
-        block_tables: Sequence[Sequence[int] | np.ndarray],
-        query_lens: Sequence[int],
-        context_lens: Sequence[int],
-        device: torch.device,
-        page_tokens: int,
+        cls, block_table: np.ndarray, runs: np.ndarray, page_tokens: int, device: torch.device
     ) -> AttentionBatch:
         """Lay out one step.
 
         Args:
-            block_tables: Pages of each request in order; those past `context_lens` are never read.
-            query_lens: Query rows of each request in this step, >= 0. They are the last rows of its context.
-            context_lens: KV tokens of each request including this step's; 0 makes all its rows padding.
-            device: Where the kernels run.
+            block_table: [N], int32: pages, in which those of each request are one after the other.
+            runs: [4, R], int32: the query rows of each request. No row is in two runs.
             page_tokens: Tokens per page.
-
-        Raises:
-            ValueError: The lists differ in length, or a request has more query rows than context, or more context than
-                pages.
+            device: Where the kernels run.
         """
-        _check(block_tables, query_lens, context_lens, page_tokens)
-        indptr = np.zeros(len(query_lens) + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=indptr[1:])
         return cls(
-            block_table=torch.from_numpy(_padded(block_tables)),
-            query_lens=tuple(query_lens),
-            context_lens_host=tuple(context_lens),
-            items_host=_items(indptr, np.asarray(context_lens, dtype=np.int32)),
-            chunks=tuple(
-                PromptChunk(request, int(indptr[request]), rows, context)
-                for request, (rows, context) in enumerate(
-                    zip(query_lens, context_lens, strict=True)
-                )
-                if rows > MAX_ITEM_ROWS and context
-            ),
+            block_table=torch.from_numpy(block_table),
+            runs=runs,
             page_tokens=page_tokens,
-            num_rows=int(indptr[-1]),
+            num_rows=int(runs[1].sum()),
             device=device,
         )
 
@@ -208,9 +180,8 @@ class AttentionBatch:
             num_rows: Number of these rows.
         """
         return cls(
-            block_table=torch.zeros((0, 0), dtype=torch.int32),
-            items_host=np.zeros((3, 0), dtype=np.int32),
-            chunks=(),
+            block_table=rows.block_table,
+            runs=np.zeros((4, 0), dtype=np.int32),
             page_tokens=rows.page_tokens,
             num_rows=num_rows,
             device=rows.block_table.device,
@@ -231,9 +202,8 @@ class AttentionBatch:
         if rows is None:
             rows = self.keep(("rows", chunk_tile_rows(group)), lambda: self._make_rows(group))
             if window not in rows.work:
-                rows.work[window] = _to_device(
-                    split_starts(self.items_host[2], window), self.device
-                )
+                starts = split_starts(item_runs(self.runs)[2] + 1, window)
+                rows.work[window] = torch.from_numpy(starts).to(self.device)
         elif window not in rows.work:
             raise ValueError(
                 f"window: expected one of {sorted(rows.work)}, whose work is known, got {window}"
@@ -241,42 +211,27 @@ class AttentionBatch:
         return rows
 
     def _make_rows(self, group: int) -> AttentionRows:
-        width = self.block_table.shape[1]
-        items, requests, lens = self.items_host
-        chunks = [
-            (chunk.row, chunk.query_len, chunk.context_len - chunk.query_len, chunk.request * width)
-            for chunk in self.chunks
-        ]
-        parts = (
-            np.append(self.block_table.numpy(), np.int32(0)),  # never empty
-            items,
-            requests * width,
-            lens,
-            chunk_tiles(chunks, group).reshape(-1),
-        )
-        block_table, item_rows, item_tables, item_lens, tiles = _to_device(
-            np.concatenate(parts).astype(np.int32), self.device
-        ).split([part.size for part in parts])
+        items = torch.from_numpy(item_runs(self.runs)).to(self.device)
         return AttentionRows(
-            block_table=block_table,
-            item_rows=item_rows,
-            item_tables=item_tables,
-            item_lens=item_lens,
+            block_table=torch.nn.functional.pad(self.block_table, (0, 1)).to(self.device),
+            item_rows=items[0],
+            item_tables=items[3],
+            item_lens=items[2] + 1,
             work={},
-            tiles=tiles.view(4, -1),
+            tiles=torch.from_numpy(tile_runs(self.runs, group)).to(self.device),
             page_tokens=self.page_tokens,
-            num_partials=most_partials(lens),
+            num_partials=most_partials(item_runs(self.runs)[2] + 1),
         )
 
-    def expect_lists(self) -> None:
-        """Check that there are lists.
+    def expect_runs(self) -> None:
+        """Check that there are runs.
 
         Raises:
             ValueError: The batch was made of tensors on a device.
         """
         if self._rows is not None:
             raise ValueError(
-                "batch: expected one made of lists, got one of rows on a device, which Triton reads"
+                "batch: expected one made of runs, got one of rows on a device, which Triton reads"
             )
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -288,57 +243,3 @@ class AttentionBatch:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
-
-
-def _check(
-    block_tables: Sequence[Sequence[int] | np.ndarray],
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    page_tokens: int,
-) -> None:
-    if not len(block_tables) == len(query_lens) == len(context_lens):
-        raise ValueError(
-            f"block_tables, query_lens and context_lens: expected equal lengths, "
-            f"got {len(block_tables)}, {len(query_lens)} and {len(context_lens)}"
-        )
-    for request, (pages, rows, context) in enumerate(
-        zip(block_tables, query_lens, context_lens, strict=True)
-    ):
-        if context and not 0 <= rows <= context:
-            raise ValueError(
-                f"query_lens[{request}]: expected 0 to its context of {context}, got {rows}"
-            )
-        if context > len(pages) * page_tokens:
-            raise ValueError(
-                f"context_lens[{request}]: expected at most {len(pages) * page_tokens} tokens of {len(pages)} pages, "
-                f"got {context}"
-            )
-
-
-def _padded(block_tables: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """[R, max_blocks], int32: pages of each request, padded with 0."""
-    table = np.zeros(
-        (len(block_tables), max((len(t) for t in block_tables), default=0)), dtype=np.int32
-    )
-    for index, pages in enumerate(block_tables):
-        table[index, : len(pages)] = pages
-    return table
-
-
-def _items(indptr: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-    query_lens = np.diff(indptr)
-    is_item = (query_lens <= MAX_ITEM_ROWS) | (contexts == 0)
-    requests = np.repeat(np.arange(len(contexts), dtype=np.int32), np.where(is_item, query_lens, 0))
-    starts = indptr[:-1][requests]
-    ends = indptr[1:][requests]
-    first_item = np.searchsorted(requests, requests, side="left").astype(np.int32)
-    rows = starts + np.arange(len(requests), dtype=np.int32) - first_item
-    lens = np.maximum(contexts[requests] - (ends - 1 - rows), 0)
-    return np.stack((rows, requests, np.where(contexts[requests] == 0, 0, lens))).astype(np.int32)
-
-
-def _to_device(host: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(host)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -24,6 +24,10 @@ Linear = Callable[[Tensor], Tensor]
 """x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
 
 
+def _no_quantised(*_: object) -> Linear:
+    raise ValueError("weights: expected bf16; this device has no layers in 8 or 4 bits")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """The operations of one kind of device. `manylora.kernels.plain` defines what each computes.
@@ -45,10 +49,10 @@ class Kernels:
     """The part of a layer between its projections, as `manylora.kernels.attend.attend` defines it."""
     shrink: Shrink | None = None
     """The first half of `sgmv`; the next operation does the second half. None where `sgmv` does both."""
-    quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
-    """Makes a layer with weights in 8 or 4 bits; None where these are not supported."""
-    quantised_head: Callable[[Int8Weight], Linear] | None = None
-    """Makes a layer of logits in float32 with weights in 8 bits; None where these are not supported."""
+    quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] = _no_quantised
+    """Makes a layer with weights in 8 or 4 bits. Raises ValueError where there are none."""
+    quantised_head: Callable[[Int8Weight], Linear] = _no_quantised
+    """Makes a layer of logits in float32 with weights in 8 bits. Raises ValueError where there are none."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from manylora.kernels.packed_copy import copy_in_one
 
 NON_FINITE = -1
 """Code instead of a token: the row has a NaN, or its largest logit has a magnitude of MAX_LOGIT or more."""
@@ -54,91 +51,12 @@ def sampling_words(rows: Sequence[RowSampling]) -> np.ndarray:
     return words
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingColumns:
-    """Sampling parameters of B rows, on the device of the logits."""
-
-    words: Tensor
-    """[NUM_COLUMNS, B], int32, contiguous, as `sampling_words` makes it. It may be overwritten for a later step."""
-
-    @classmethod
-    def build(cls, rows: Sequence[RowSampling], device: torch.device) -> SamplingColumns:
-        """Move the parameters of some rows to `device`, in one copy."""
-        return cls(*copy_in_one([sampling_words(rows)], device))
-
-    def rows(self) -> list[RowSampling]:
-        """The parameters by row; waits for the device."""
-        numbers = self.words[:TOP_K].view(torch.float32).tolist()
-        return [
-            RowSampling(t, k, p, m, u)
-            for t, p, m, u, k in zip(*numbers, self.words[TOP_K].tolist(), strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowEdits:
-    """Changes to the logits of one row."""
-
-    row: int
-    """Row of the logits."""
-    prompt_token_ids: Sequence[int] = ()
-    output_token_ids: Sequence[int] = ()
-    repetition: float = 1.0
-    """Factor of the repetition penalty. It divides positive and multiplies negative logits of tokens seen before."""
-    frequency: float = 0.0
-    """Penalty subtracted once per occurrence in the output."""
-    presence: float = 0.0
-    """Penalty subtracted once from each token of the output."""
-    bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id to an addend; -inf rules a token out. Ids outside the vocabulary change nothing."""
-    allowed_token_ids: Sequence[int] = ()
-    """The only tokens that may be chosen, all within the vocabulary; empty allows all."""
-
-
-def edit_arrays(rows: Sequence[RowEdits], vocab_size: int) -> list[np.ndarray]:
-    """Lists of the logits that the edits of some rows change: the work grows with histories, not with B * V.
-
-    Args:
-        rows: Rows with something to change.
-        vocab_size: V, the width of the logits.
-
-    Returns:
-        places: [N], int64: row * V + token of each logit that penalties change, each at most once.
-        penalties: [2, N], float32: repetition; and frequency * count + presence, 0 outside the output.
-        bias_places: [M], int64, each at most once.
-        bias: [M], float32.
-        allowed_places: [K], int64: the logits that stay in `allowed_rows`.
-        allowed_rows: [R], int64: rows that allow only some tokens.
-    """
-    nowhere = np.empty(0, dtype=np.int64)
-    places = [nowhere]
-    penalties = [np.empty((2, 0), dtype=np.float32)]
-    for row in rows:
-        tokens, counts = np.unique(
-            np.asarray(row.output_token_ids, dtype=np.int64), return_counts=True
-        )
-        only_prompt = np.setdiff1d(np.asarray(row.prompt_token_ids, dtype=np.int64), tokens)
-        places.append(row.row * vocab_size + np.concatenate((tokens, only_prompt)))
-        penalties.append(np.zeros((2, len(places[-1])), dtype=np.float32))
-        penalties[-1][0] = row.repetition
-        penalties[-1][1, : len(tokens)] = row.frequency * counts + row.presence
-    bias = {
-        row.row * vocab_size + t: b
-        for row in rows
-        for t, b in row.bias.items()
-        if 0 <= t < vocab_size
-    }
-    limited = [row for row in rows if row.allowed_token_ids]
-    allowed = (
-        row.row * vocab_size + np.array(row.allowed_token_ids, dtype=np.int64) for row in limited
-    )
+def sampling_rows(columns: Tensor) -> list[RowSampling]:
+    """Read what `sampling_words` made, by row; waits for the device."""
+    numbers = columns[:TOP_K].view(torch.float32).tolist()
     return [
-        np.concatenate(places),
-        np.concatenate(penalties, axis=1),
-        np.array(list(bias), dtype=np.int64),
-        np.array(list(bias.values()), dtype=np.float32),
-        np.concatenate((nowhere, *allowed)),
-        np.array([row.row for row in limited], dtype=np.int64),
+        RowSampling(t, k, p, m, u)
+        for t, p, m, u, k in zip(*numbers, columns[TOP_K].tolist(), strict=True)
     ]
 
 
@@ -153,7 +71,13 @@ def apply_edits(logits: Tensor, edits: Sequence[Tensor]) -> None:
 
     Args:
         logits: [B, V], float32, contiguous. Mutated.
-        edits: The `edit_arrays`, on the device of the logits.
+        edits: Six tensors on the device of the logits:
+            places: [N], int64: row * V + token of each logit that penalties change, each at most once.
+            penalties: [2, N], float32: repetition; and frequency * count + presence, 0 outside the output.
+            bias_places: [M], int64, each at most once.
+            bias: [M], float32.
+            allowed_places: [K], int64: the logits that stay in `allowed_rows`.
+            allowed_rows: [R], int64: rows that allow only some tokens.
     """
     places, penalties, bias_places, bias, allowed_places, allowed_rows = edits
     flat = logits.view(-1)

@@ -26,7 +26,7 @@ from manylora.registry.registry import Registry
 from manylora.server.auth.middleware import AuthMiddleware
 from manylora.server.errors import error_response
 from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget, HeldBody
-from manylora.server.http.dashboard import PUBLIC_PATHS
+from manylora.server.http.route_facts import PUBLIC_PATHS
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.process.drain import Drain
 

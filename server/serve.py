@@ -39,6 +39,7 @@ from manylora.server.auth.admin_key import (
 from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
+from manylora.server.core_services import CallerLimits
 from manylora.server.http.json_body import BodyReader
 from manylora.server.http.listen import (
     ApiServer,
@@ -59,7 +60,7 @@ from manylora.server.process.long_work import keep_interpreter_moving
 from manylora.server.process.threads import cancel_all
 from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.sandbox.grammar_checker import GrammarChecker
-from manylora.server.services import CallerLimits, Services, Versions, base_names
+from manylora.server.services import Services, Versions, base_names
 from manylora.server.status.routes import metrics_response
 from manylora.server.telemetry.metrics import Metrics
 from manylora.server.telemetry.vllm_names import VllmNames
@@ -214,6 +215,10 @@ async def open_services(
         tokenizer=tokenizer,
         chats=chats,
         grammars=grammars,
+        ledger=registry.usage,
+        tenants=registry.tenants,
+        models=ModelNames(registry, base_names(config)),
+        hold_weights=versions.weights.hold,
         versions=versions,
         uploads=uploads,
         limits=CallerLimits(gate=gate_of(config, engine, metrics), accounts=accounts),
@@ -276,8 +281,7 @@ def versions_of(
         pins=pins,
         is_alone=config.server.role == "all",
     )
-    names = ModelNames(registry, base_names(config))
-    return Versions(names=names, weights=weights, pins=pins, garbage=garbage)
+    return Versions(weights=weights, pins=pins, garbage=garbage)
 
 
 def gate_of(config: Config, engine: EngineClient, metrics: Metrics) -> Gate:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from manylora.adapters.base_shape import SITES, BaseShape
@@ -25,7 +26,7 @@ from manylora.config import KvDtype
 from manylora.kernels.attention_batch import AttentionBatch
 from manylora.kernels.dispatch import Kernels, kernels_for
 from manylora.kernels.kv_layer import KvLayer
-from manylora.kernels.sampling import RowSampling, SamplingColumns
+from manylora.kernels.sampling import RowSampling, sampling_words
 from manylora.memory.arena import Arena
 from manylora.memory.geometry import SCALE_BYTES
 
@@ -151,7 +152,7 @@ class KernelBench:
     def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> Work:
         """Make the choice of a token for each of `rows` rows."""
         logits = torch.randn(rows, vocab_size).to(self.device)
-        columns = SamplingColumns.build([row] * rows, self.device)
+        columns = torch.from_numpy(sampling_words([row] * rows)).to(self.device)
         return Work(
             f"{about} sampling", lambda _: self.kernels.sample(logits, columns), logits.nbytes
         )
@@ -182,9 +183,13 @@ class KernelBench:
         pages = pages or [
             1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)
         ]
-        tables = [pages[row * blocks : (row + 1) * blocks] for row in range(rows)]
-        lengths = [query] * rows, [context] * rows
-        batch = AttentionBatch.build(tables, *lengths, self.device, geometry.page_tokens)
+        runs = np.array(
+            [[row * query, query, context - query, row * blocks] for row in range(rows)],
+            dtype=np.int32,
+        ).T
+        batch = AttentionBatch.build(
+            np.array(pages, dtype=np.int32), runs, geometry.page_tokens, self.device
+        )
         q = self.queries(rows * query) if q is None else q
         vector_bytes = geometry.head_dim * geometry.dtype_bytes
         stored = ""

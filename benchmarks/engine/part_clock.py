@@ -17,7 +17,8 @@ from unittest.mock import patch
 from manylora.adapters.lora.step import LoraStep, PagedLora
 from manylora.engine.core import EngineCore
 from manylora.engine.execution import runner
-from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.host_rows import host_rows
+from manylora.engine.execution.packed_step import pack_step
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.decoder import Decoder
@@ -104,7 +105,8 @@ def timed_parts() -> Generator[PartClock]:
             ),
             (PagedLora, "prepare", clock.around("LoRA preparation", PagedLora.prepare)),
             (LoraStep, "apply", clock.around("LoRA", LoraStep.apply)),
-            (runner, "build_batch", clock.around("batch", build_batch)),
+            (runner, "pack_step", clock.around("batch", pack_step)),
+            (runner, "host_rows", clock.around("batch", host_rows)),
             (Decoder, "forward", clock.around("rest of the decoder", Decoder.forward)),
             (Decoder, "logits", clock.around("rest of the decoder", Decoder.logits)),
             (Sampler, "sample", clock.around("sampling", Sampler.sample)),

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.host_rows import host_rows
+from manylora.engine.execution.packed_step import pack_step
 from manylora.engine.fairness.prices import Prices
 from manylora.engine.model.decoder import Decoder, KvViews
 from manylora.engine.scheduling.plan import Chunk, StepPlan
@@ -148,36 +149,33 @@ class StartMeasures:
         with self._pages(geometry.pages(longest)) as pages:
             table = self._table(pages)
 
-            def compute(num_tokens: int) -> float:
-                blocks = [group[: geometry.blocks(num_tokens)] for group in table]
-                chunk = Chunk(
-                    request_id="", token_ids=[0] * num_tokens, start=0, block_table=blocks
-                )
+            def token_s(count: int) -> float:
+                chunk = Chunk(request_id="", token_ids=[0] * count, start=0, block_table=table)
                 started_s = self._clock()
                 self._forward([chunk])[0, 0].item()  # waits for the device
-                return self._clock() - started_s
+                return (self._clock() - started_s) / count
 
-            compute(min(WARM_UP_TOKENS, longest))
-            first_s = compute(min(WARM_UP_TOKENS, longest)) / min(WARM_UP_TOKENS, longest)
+            short = min(WARM_UP_TOKENS, longest)
+            token_s(short)
+            first_s = token_s(short)
             count = min(longest, int(TOKENS_BUDGET_S / max(first_s, 1e-9)))
-            return (
-                first_s
-                if count <= WARM_UP_TOKENS
-                else max(min(compute(count), compute(count)) / count, 1e-9)
-            )
+            if count <= WARM_UP_TOKENS:
+                return first_s
+            return max(min(token_s(count), token_s(count)), 1e-9)
 
     @torch.inference_mode()
     def _decode_s(self, context: int) -> float:
         """Seconds of a step with one token of each of `DECODE_ROWS` requests with `context` tokens of context."""
         per_row = self._arena.geometry.pages(context + 1)
         with self._pages(DECODE_ROWS * per_row) as pages:
-            tables = [
-                self._table(pages[row * per_row : (row + 1) * per_row])
-                for row in range(DECODE_ROWS)
-            ]
             chunks = [
-                Chunk(request_id="", token_ids=[0], start=context, block_table=table)
-                for table in tables
+                Chunk(
+                    request_id="",
+                    token_ids=[0],
+                    start=context,
+                    block_table=self._table(pages[row * per_row : (row + 1) * per_row]),
+                )
+                for row in range(DECODE_ROWS)
             ]
 
             def compute() -> None:
@@ -203,11 +201,11 @@ class StartMeasures:
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         arena = self._arena
-        batch = build_batch(
-            StepPlan(step=0, chunks=list(chunks)), arena.geometry, arena.num_pages, arena.device
-        )
+        plan = StepPlan(step=0, chunks=list(chunks))
+        step = pack_step(plan, arena.geometry, arena.num_pages)
         return self._decoder.forward(
-            batch.rows, KvViews.of(arena, self._decoder.spec.sliding_windows), None
+            host_rows(step, arena.geometry.page_tokens, arena.device),
+            KvViews.of(arena, self._decoder.spec.sliding_windows),
         )
 
     def _best(self, run: Callable[[], object]) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,21 +16,10 @@ import numpy.typing as npt
 from manylora.adapters.residency.slots import SlotLease
 from manylora.engine.scheduling.plan import Chunk, StepPlan
 from manylora.errors import EngineError, PageAccountingError
-from manylora.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tiles
 from manylora.memory.geometry import PageGeometry
 
 BASE_SLOT = -1
 Int32Array = npt.NDArray[np.int32]
-
-
-class Items(NamedTuple):
-    """Rows that attend on their own, [I]."""
-
-    rows: Int32Array
-    tables: Int32Array
-    """Place of the first page of each in `PackedStep.tables`."""
-    lens: Int32Array
-    """Number of KV tokens that each sees, itself included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -40,14 +28,8 @@ class PackedStep:
 
     order: list[int]
     """Place in the plan of each chunk, in the order of the rows. The arrays [R] have this order too."""
-    lengths: Int32Array
-    """[R]: number of rows of each chunk."""
-    starts: Int32Array
-    """[R]: position of the first row of each chunk."""
-    first_rows: Int32Array
-    """[R]: first row of each chunk."""
-    first_blocks: Int32Array
-    """[R]: place of the first page of each chunk in `tables`."""
+    runs: Int32Array
+    """[4, R]: the rows of each chunk, as `kernels.attention_batch` has them; their pages are in `tables`."""
     slots: Int32Array
     """[R]: adapter slot of each chunk, ascending; -1 is the base model."""
     adapters: dict[int, SlotLease]
@@ -68,11 +50,11 @@ class PackedStep:
         """Make a step without chunks. A program that computes it computes only padding."""
         none = np.zeros(0, dtype=np.int32)
         return cls(
-            **dict.fromkeys(
-                ("lengths", "starts", "first_rows", "first_blocks", "slots", "tokens", "positions"),
-                none,
-            ),
             order=[],
+            runs=np.zeros((4, 0), dtype=np.int32),
+            slots=none,
+            tokens=none,
+            positions=none,
             adapters={},
             samples=[],
             kv_slots=np.zeros((num_groups, 0), dtype=np.int32),
@@ -92,34 +74,18 @@ class PackedStep:
     @property
     def row_slots(self) -> Int32Array:
         """[T]: adapter slot of each row."""
-        return np.repeat(self.slots, self.lengths)
+        return np.repeat(self.slots, self.runs[1])
 
     @property
     def chunk_rows(self) -> list[int]:
         """First row of each chunk, in the order of the plan."""
-        rows: list[int] = self.first_rows[np.argsort(self.order)].tolist()
+        rows: list[int] = self.runs[0, np.argsort(self.order)].tolist()
         return rows
 
     def last_rows(self) -> Int32Array:
         """Row of the last token of each chunk in `samples`."""
-        return (self.first_rows + self.lengths - 1)[self.samples]
-
-    def items(self) -> Items:
-        """Rows of chunks that are too short for tiles."""
-        is_item = self.lengths <= MAX_ITEM_ROWS
-        rows = np.flatnonzero(np.repeat(is_item, self.lengths)).astype(np.int32)
-        return Items(
-            rows,
-            np.repeat(self.first_blocks[is_item], self.lengths[is_item]),
-            self.positions[rows] + np.int32(1),
-        )
-
-    def tiles(self, head_group: int) -> Int32Array:
-        """Rows of all other chunks as `AttentionRows.tiles`, where `head_group` heads share a KV head."""
-        columns = (self.first_rows, self.lengths, self.starts, self.first_blocks)
-        return chunk_tiles(
-            np.stack(columns, axis=1)[self.lengths > MAX_ITEM_ROWS].tolist(), head_group
-        )
+        rows: Int32Array = (self.runs[0] + self.runs[1] - 1)[self.samples]
+        return rows
 
 
 def pack_step(
@@ -160,10 +126,7 @@ def pack_step(
         raise PageAccountingError(f"step {plan.step} would write to the zero page")
     return PackedStep(
         order=order,
-        lengths=lengths,
-        starts=starts,
-        first_rows=first_rows,
-        first_blocks=first_blocks,
+        runs=np.stack((first_rows, lengths, starts, first_blocks)),
         slots=np.array([slots[place] for place in order], dtype=np.int32),
         adapters=_adapters(chunks),
         samples=[index for index, chunk in enumerate(chunks) if chunk.sample is not None],

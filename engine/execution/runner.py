@@ -17,16 +17,17 @@ import torch
 
 from manylora.adapters.lora.step import PagedLora
 from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.host_rows import host_rows, host_slots
 from manylora.engine.execution.memory_plan import LOGPROB_ROWS
 from manylora.engine.execution.packed_step import PackedStep, pack_step
-from manylora.engine.execution.sampler import RowMasks, Sampler
+from manylora.engine.execution.sampler import RowMasks, Sampled, Sampler
 from manylora.engine.execution.step_programs import StepPrograms
 from manylora.engine.grammar.masks import StepMasks
 from manylora.engine.model.decoder import Decoder, KvViews
 from manylora.engine.request import GRAMMAR_DEAD_END, ErrorInfo, TokenLogprobs
-from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from manylora.errors import EngineError, PageAccountingError
+from manylora.kernels.sampling import NON_FINITE, NOTHING_LEFT
 from manylora.memory.arena import Arena, mark
 from manylora.memory.host_slab import HostSlab
 
@@ -75,7 +76,9 @@ class ModelRunner:
         self._sampler = sampler
         self._programs = programs
         self._sampled: list[int | None] = []
-        """Token of each chunk of the last launched step; with programs, the place of the token."""
+        """Place of the token of each chunk of the last launched step; None for a chunk without a token."""
+        self._codes: torch.Tensor | None = None
+        """Tokens of the last step that was computed without a program, by place."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Future[StepMasks] | None = None) -> LaunchedStep:
@@ -97,11 +100,35 @@ class ModelRunner:
         self._check_pages(plan)
         if not plan.chunks:
             return LaunchedStep(results=list, moved=self.move_pages(plan))
-        return (
-            self._launch_program(self._programs, plan, masks)
-            if self._programs
-            else self._launch_batch(plan, masks)
-        )
+        arena = self._arena
+        step = pack_step(plan, arena.geometry, arena.num_pages, self._sampled)
+        for adapter in step.adapters.values():
+            self._check_lease(adapter)
+        wanted = [step.order[index] for index in step.samples]
+        specs = [spec for place in wanted if (spec := plan.chunks[place].sample) is not None]
+        row_masks = None if masks is None else partial(_row_masks, masks, wanted)
+        if self._programs is None:
+            moved = self.move_pages(plan)
+            with _waiting_if_it_fails(moved):
+                hidden, collect = self._compute(step, specs, row_masks)
+        else:
+            program = self._programs.program(step)
+            program.load(step, specs, row_masks, plan.zero_pages)
+            moved = self.move_pages(plan, program.zero_pages)
+            with _waiting_if_it_fails(moved):
+                program.run()
+            hidden = program.hidden
+            collect = program.collect
+        row_of = {place: row for row, place in enumerate(wanted)}
+        self._sampled = [row_of.get(place) for place in range(len(plan.chunks))]
+
+        @torch.inference_mode()
+        def results() -> list[ChunkResult]:
+            sampled = dict(zip(wanted, collect(), strict=True))
+            failures = {} if masks is None else _failures(masks.result(), sampled)
+            return self._results(plan.chunks, step, sampled, failures, hidden)
+
+        return LaunchedStep(results=results, moved=moved)
 
     def collect(self, launched: LaunchedStep) -> list[ChunkResult]:
         """Wait until a step is complete. Call this once for each step, in the order of their launches.
@@ -119,74 +146,44 @@ class ModelRunner:
         self._programs = None
         self._slab.close()
 
-    def _launch_batch(self, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
-        """Compute a step on a CPU."""
-        arena = self._arena
-        batch = build_batch(
-            plan, arena.geometry, arena.num_pages, self._decoder.device, self._sampled
-        )
-        self._check_leases(batch.step.adapters)
-        moved = self.move_pages(plan)
-        with _waiting_if_it_fails(moved):
-            lora = self._lora.prepare(batch.row_slots) if batch.step.adapters else None
-            hidden = self._decoder.forward(batch.rows, self._kv, lora)
-            sampled, failures = self._sample(plan.chunks, batch.step, hidden, masks)
-            results = self._results(plan.chunks, batch.step, sampled, failures, hidden)
-        self._sampled = [result.token_id for result in results]
-        return LaunchedStep(results=lambda: results, moved=moved)
-
-    def _launch_program(
-        self, programs: StepPrograms, plan: StepPlan, masks: Future[StepMasks] | None
-    ) -> LaunchedStep:
-        """Launch the program of a step on a GPU."""
-        step = pack_step(plan, self._arena.geometry, self._arena.num_pages, self._sampled)
-        self._check_leases(step.adapters)
-        program = programs.program(step)
-        wanted = [step.order[index] for index in step.samples]
-        specs = [spec for place in wanted if (spec := plan.chunks[place].sample) is not None]
-        row_masks = None if masks is None else partial(_row_masks, masks, wanted)
-        program.load(step, specs, row_masks, plan.zero_pages)
-        moved = self.move_pages(plan, program.zero_pages)
-        with _waiting_if_it_fails(moved):
-            program.run()
-        place_of = {place: row for row, place in enumerate(wanted)}
-        self._sampled = [place_of.get(place) for place in range(len(plan.chunks))]
-        hidden = program.hidden
-
-        @torch.inference_mode()
-        def results() -> list[ChunkResult]:
-            tokens, used_masks = program.collect()
-            failures = (
-                {} if masks is None or used_masks is None else _failures(masks, used_masks, wanted)
-            )
-            return self._results(
-                plan.chunks, step, dict(zip(wanted, tokens, strict=True)), failures, hidden
-            )
-
-        return LaunchedStep(results=results, moved=moved)
-
-    def _check_leases(self, adapters: Mapping[int, SlotLease]) -> None:
-        for adapter in adapters.values():
-            self._check_lease(adapter)
+    def _compute(
+        self,
+        step: PackedStep,
+        specs: Sequence[SampleSpec],
+        masks: Callable[[], RowMasks] | None,
+    ) -> tuple[torch.Tensor, Callable[[], list[Sampled]]]:
+        """Compute a step on a CPU; returns its hidden rows, and a function as `StepProgram.collect`."""
+        device = self._decoder.device
+        rows = host_rows(step, self._arena.geometry.page_tokens, device, self._codes)
+        lora = self._lora.prepare(host_slots(step, rows)) if step.adapters else None
+        hidden = self._decoder.forward(rows, self._kv, lora)
+        codes = torch.empty(len(specs), dtype=torch.int32, device=device)
+        results: list[Sampled] = []
+        if specs:
+            logits = self._logits(hidden, step.last_rows().tolist())
+            row_masks = masks() if masks is not None else None
+            results = self._sampler.sample(logits, specs, row_masks, codes)
+        self._codes = codes
+        return hidden, lambda: results
 
     def _results(
         self,
         chunks: Sequence[Chunk],
         step: PackedStep,
-        sampled: Mapping[int, tuple[int | None, TokenLogprobs | None]],
+        sampled: Mapping[int, Sampled],
         failures: Mapping[int, ErrorInfo],
         hidden: torch.Tensor,
     ) -> list[ChunkResult]:
         results = []
         for index, (chunk, first_row) in enumerate(zip(chunks, step.chunk_rows, strict=True)):
-            token_id, logprobs = sampled.get(index, (None, None))
+            code, logprobs = sampled.get(index, (NON_FINITE, None))
             prompt_logprobs = self._prompt_logprobs(chunk, first_row, hidden)
             failure = failures.get(index)
-            is_non_finite = token_id is None and chunk.sample is not None and failure is None
+            is_non_finite = code < 0 and chunk.sample is not None and failure is None
             results.append(
                 ChunkResult(
                     request_id=chunk.request_id,
-                    token_id=token_id,
+                    token_id=code if code >= 0 else None,
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
                     failure=failure,
@@ -195,25 +192,6 @@ class ModelRunner:
                 )
             )
         return results
-
-    def _sample(
-        self,
-        chunks: Sequence[Chunk],
-        step: PackedStep,
-        hidden: torch.Tensor,
-        masks: Future[StepMasks] | None,
-    ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, ErrorInfo]]:
-        """Sampled tokens of the chunks that want one, and errors where a grammar allows none, by place in the plan."""
-        wanted = [step.order[index] for index in step.samples]
-        if not wanted:
-            return {}, {}
-        specs = [spec for place in wanted if (spec := chunks[place].sample) is not None]
-        logits = self._logits(hidden, step.last_rows().tolist())
-        row_masks = None if masks is None else _row_masks(masks, wanted)
-        tokens = dict(zip(wanted, self._sampler.sample(logits, specs, row_masks), strict=True))
-        return tokens, {} if masks is None or row_masks is None else _failures(
-            masks, row_masks, wanted
-        )
 
     def _prompt_logprobs(
         self, chunk: Chunk, first_row: int, hidden: torch.Tensor
@@ -294,11 +272,10 @@ def _row_masks(masks: Future[StepMasks], wanted: Sequence[int]) -> RowMasks:
     return RowMasks([row_of[place] for place in filled.chunks], filled.bits)
 
 
-def _failures(
-    masks: Future[StepMasks], used: RowMasks, wanted: Sequence[int]
-) -> dict[int, ErrorInfo]:
+def _failures(filled: StepMasks, sampled: Mapping[int, Sampled]) -> dict[int, ErrorInfo]:
     """Errors of grammars that allow no token, by place in the plan."""
-    return {wanted[row]: GRAMMAR_DEAD_END for row in used.dead} | masks.result().failures
+    dead = (place for place in filled.chunks if sampled[place][0] == NOTHING_LEFT)
+    return dict.fromkeys(dead, GRAMMAR_DEAD_END) | filled.failures
 
 
 def _check(pages: Iterable[int], first: int, end: int, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,12 +20,8 @@ from manylora.engine.scheduling.plan import SampleSpec
 from manylora.kernels.dispatch import Kernels
 from manylora.kernels.packed_copy import copy_in_one
 from manylora.kernels.sampling import (
-    NOTHING_LEFT,
-    RowEdits,
     RowSampling,
-    SamplingColumns,
     apply_edits,
-    edit_arrays,
     sampling_words,
 )
 
@@ -37,9 +33,12 @@ KEPT_DRAWS = 512
 """Number of requests whose draws are kept, a kilobyte each: several times the number that usually decode at once."""
 GREEDY = RowSampling(temperature=0.0)
 _SEED_MASK = (1 << 64) - 1
+Sampled = tuple[int, TokenLogprobs | None]
+"""A token, or a code below 0 as `Kernels.sample` gives it; and, if they are asked for, the token's log-probabilities
+under the unchanged logits."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowMasks:
     """Tokens that grammars allow in some rows of logits."""
 
@@ -47,8 +46,6 @@ class RowMasks:
     """Rows of the logits."""
     bits: torch.Tensor
     """[rows, words], int32; see `kernels.plain.sampling.mask_tokens`."""
-    dead: set[int] = field(default_factory=set)
-    """Rows in which no token is left."""
 
 
 class PhiloxDraws:
@@ -93,8 +90,12 @@ class Sampler:
         self._draws = PhiloxDraws()
 
     def sample(
-        self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None
-    ) -> list[tuple[int | None, TokenLogprobs | None]]:
+        self,
+        logits: torch.Tensor,
+        specs: Sequence[SampleSpec],
+        masks: RowMasks | None = None,
+        codes: torch.Tensor | None = None,
+    ) -> list[Sampled]:
         """Choose one token per row.
 
         A row with NaN or an overflow, in the logits or after penalties, yields no token. Other rows are not affected.
@@ -102,19 +103,17 @@ class Sampler:
         Args:
             logits: [n, vocab_size], float32, contiguous. Mutated by penalties.
             specs: Sampling parameters of each row.
-            masks: Tokens that grammars allow in some rows. *Mutated*: gets the rows in which none is left.
-
-        Returns:
-            For each row the token, None if the row is no distribution or no token is left; and, if they are asked for,
-            its log-probabilities under the unchanged logits.
+            masks: Tokens that grammars allow in some rows.
+            codes: [n], int32: gets the result of `Kernels.sample`; None makes one.
         """
         words, reported = copy_in_one(
             [self.columns(specs), self.reported_rows(specs)], logits.device
         )
-        codes = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        sample = partial(self.kernels.sample, logits, SamplingColumns(words), codes)
+        if codes is None:
+            codes = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        sample = partial(self.kernels.sample, logits, words, codes)
         found = self.choose(logits, specs, masks, reported, sample, codes)
-        return self.results(codes.tolist(), specs, masks, None if found is None else found.cpu())
+        return self.results(codes.tolist(), specs, None if found is None else found.cpu())
 
     def choose(
         self,
@@ -161,11 +160,12 @@ class Sampler:
             specs: Sampling parameters of each row.
             masks: Tokens that grammars allow in some rows.
         """
-        rows = [self._edits(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
         mask_arrays = (
             [np.array(masks.rows, dtype=np.int64), masks.bits.numpy()] if masks is not None else []
         )
-        moved = copy_in_one([*mask_arrays, *edit_arrays(rows, logits.shape[1])], logits.device)
+        moved = copy_in_one(
+            [*mask_arrays, *self._edit_arrays(specs, logits.shape[1])], logits.device
+        )
         apply_edits(logits, moved[len(mask_arrays) :])
         if masks is not None:
             self.kernels.mask_tokens(logits, *moved[:2])
@@ -207,22 +207,15 @@ class Sampler:
         self,
         codes: Sequence[int],
         specs: Sequence[SampleSpec],
-        masks: RowMasks | None = None,
         logprob_words: torch.Tensor | None = None,
-    ) -> list[tuple[int | None, TokenLogprobs | None]]:
-        """Separate tokens from failures.
+    ) -> list[Sampled]:
+        """Join tokens and their log-probabilities.
 
         Args:
             codes: Result of `Kernels.sample`.
             specs: Sampling parameters of each row.
-            masks: As in `sample`. *Mutated*: gets the rows in which no token is left.
             logprob_words: The `logprob_words` of the `reported_rows`, on the CPU; None if there are none.
-
-        Returns:
-            The same as `sample`.
         """
-        if masks is not None:
-            masks.dead.update(row for row in masks.rows if codes[row] == NOTHING_LEFT)
         found: dict[int, TokenLogprobs] = {}
         if logprob_words is not None:
             rows = self.reported_rows(specs).tolist()
@@ -234,10 +227,7 @@ class Sampler:
                     strict=True,
                 )
             )
-        return [
-            (token, found.get(row)) if token >= 0 else (None, None)
-            for row, token in enumerate(codes)
-        ]
+        return [(code, found.get(row) if code >= 0 else None) for row, code in enumerate(codes)]
 
     def logprobs(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int
@@ -261,33 +251,54 @@ class Sampler:
         uniform = self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
         return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
 
-    def _edits(self, row: int, spec: SampleSpec) -> RowEdits:
+    def _edit_arrays(self, specs: Sequence[SampleSpec], vocab_size: int) -> list[np.ndarray]:
+        """Operands of `apply_edits`: their size grows with histories, not with the rows' vocabularies."""
+        nowhere = np.empty(0, dtype=np.int64)
+        places = [nowhere]
+        penalties = [np.empty((2, 0), dtype=np.float32)]
+        bias: dict[int, float] = {}
+        allowed = [nowhere]
+        allowed_rows = []
+        for row, spec in enumerate(specs):
+            if not spec.changes_logits:
+                continue
+            params = spec.params
+            first = row * vocab_size
+            output = spec.output_token_ids if params.needs_history else ()
+            tokens, counts = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
+            only_prompt = np.setdiff1d(np.asarray(spec.prompt_token_ids, dtype=np.int64), tokens)
+            places.append(first + np.concatenate((tokens, only_prompt)))
+            penalties.append(np.zeros((2, len(places[-1])), dtype=np.float32))
+            penalties[-1][0] = params.repetition_penalty
+            penalties[-1][1, : len(tokens)] = (
+                params.frequency_penalty * counts + params.presence_penalty
+            )
+            ruled_out = dict.fromkeys(self._ruled_out(spec), -math.inf)
+            bias |= {
+                first + token: addend
+                for token, addend in {**params.logit_bias, **ruled_out}.items()
+                if 0 <= token < vocab_size
+            }
+            if params.allowed_token_ids:
+                allowed.append(first + np.array(params.allowed_token_ids, dtype=np.int64))
+                allowed_rows.append(row)
+        return [
+            np.concatenate(places),
+            np.concatenate(penalties, axis=1),
+            np.array(list(bias), dtype=np.int64),
+            np.array(list(bias.values()), dtype=np.float32),
+            np.concatenate(allowed),
+            np.array(allowed_rows, dtype=np.int64),
+        ]
+
+    def _ruled_out(self, spec: SampleSpec) -> Iterator[int]:
+        """Tokens that would end the output too early, or complete one of the `bad_words`."""
         params = spec.params
-        bias = spec.params.logit_bias
-        held_back = (
-            (*self._eos_token_ids, *params.stop_token_ids)
-            if spec.output_index < params.min_tokens
-            else ()
-        )
-        if held_back or params.bad_words:
-            bias = {**bias, **dict.fromkeys((*held_back, *_ends_of_bad_words(spec)), -math.inf)}
-        return RowEdits(
-            row=row,
-            prompt_token_ids=spec.prompt_token_ids,
-            output_token_ids=spec.output_token_ids if params.needs_history else (),
-            repetition=params.repetition_penalty,
-            frequency=params.frequency_penalty,
-            presence=params.presence_penalty,
-            bias=bias,
-            allowed_token_ids=params.allowed_token_ids,
-        )
-
-
-def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
-    """Tokens that would complete one of the `bad_words`."""
-    for *start, end in spec.params.bad_words:
-        if not start or spec.output_token_ids[-len(start) :] == start:
-            yield end
+        if spec.output_index < params.min_tokens:
+            yield from (*self._eos_token_ids, *params.stop_token_ids)
+        for *start, end in params.bad_words:
+            if not start or spec.output_token_ids[-len(start) :] == start:
+                yield end
 
 
 def _token_logprobs(

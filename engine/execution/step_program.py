@@ -18,14 +18,19 @@ import torch
 from manylora.adapters.lora.step import SIDE_ROWS, PagedLora
 from manylora.adapters.lora.tiles import fill_tiles
 from manylora.engine.execution.packed_step import Int32Array, PackedStep
-from manylora.engine.execution.sampler import RowMasks, Sampler
+from manylora.engine.execution.sampler import RowMasks, Sampled, Sampler
 from manylora.engine.execution.step_image import ImageLayout, StepImages
 from manylora.engine.model.decoder import Decoder, KvViews, StepRows
-from manylora.engine.request import TokenLogprobs
 from manylora.engine.scheduling.plan import SampleSpec
 from manylora.errors import EngineError
-from manylora.kernels.attention_batch import AttentionBatch, AttentionRows, split_starts
-from manylora.kernels.sampling import NUM_COLUMNS, SamplingColumns
+from manylora.kernels.attention_batch import (
+    AttentionBatch,
+    AttentionRows,
+    item_runs,
+    split_starts,
+    tile_runs,
+)
+from manylora.kernels.sampling import NUM_COLUMNS
 from manylora.memory.arena import Arena, mark
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -122,23 +127,10 @@ class StepDevice:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Loaded:
-    """The part of a step that is not in its image."""
-
-    specs: Sequence[SampleSpec]
-    masks: Callable[[], RowMasks] | None
-    reported: torch.Tensor
-    """Places of the samples whose log-probabilities are asked for, int32, on the device."""
-    zeroed: torch.Tensor
-    """Pages to be zeroed, int32, on the device."""
-
-
-@dataclass(slots=True, kw_only=True)
 class _Launched:
     """A step that was run and not collected yet. Its tensors are on the host."""
 
     specs: Sequence[SampleSpec]
-    masks: RowMasks | None
     codes: torch.Tensor
     logprob_words: torch.Tensor | None
     done: torch.cuda.Event | None
@@ -185,11 +177,14 @@ class StepProgram:
             is_small = shape.rows <= SIDE_ROWS
             self._lora = device.lora.static_step(tiles, shape.lora_tile_rows, is_small=is_small)
         self._sample_rows = fields["sample_rows"]
-        self.columns = SamplingColumns(fields["sampling"])
+        self.columns = fields["sampling"]
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
-        self._loaded = _Loaded(
-            specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0]
-        )
+        self._specs: Sequence[SampleSpec] = ()
+        self._masks: Callable[[], RowMasks] | None = None
+        self._reported = device.sampled[:0]
+        """Places of the samples whose log-probabilities are asked for, int32, on the device."""
+        self._zeroed = device.sampled[:0]
+        """Pages to be zeroed, int32, on the device."""
         self._launched: deque[_Launched] = deque()
         self.hidden = device.sampled[:0]
         """Rows of the last run after the last norm."""
@@ -230,71 +225,59 @@ class StepProgram:
         reported = images.append(sampler.reported_rows(specs).astype(np.int32))
         zeroed = images.append(np.array(zero_pages, dtype=np.int32))
         images.send()
-        self._loaded = _Loaded(
-            specs=specs,
-            masks=masks,
-            reported=images.device[reported].view(torch.int32),
-            zeroed=images.device[zeroed].view(torch.int32),
-        )
+        self._specs = specs
+        self._masks = masks
+        self._reported = images.device[reported].view(torch.int32)
+        self._zeroed = images.device[zeroed].view(torch.int32)
 
     def zero_pages(self) -> None:
         """Zero the pages that `load` got."""
-        if len(self._loaded.zeroed):
-            self._device.arena.zero_listed(self._loaded.zeroed)
+        if len(self._zeroed):
+            self._device.arena.zero_listed(self._zeroed)
 
     def run(self) -> None:
         """Compute the loaded step, and start to copy the chosen tokens to the host."""
         device = self._device
-        sampler = self._device.sampler
-        loaded = self._loaded
         forward, sample = self._replays or (self._forward, self._sample)
         forward()
-        masks = loaded.masks() if loaded.masks is not None else None
-        words = sampler.choose(
-            self.logits, loaded.specs, masks, loaded.reported, sample, device.sampled
+        masks = self._masks() if self._masks is not None else None
+        words = device.sampler.choose(
+            self.logits, self._specs, masks, self._reported, sample, device.sampled
         )
         self._launched.append(
             _Launched(
-                specs=loaded.specs,
-                masks=masks,
-                codes=device.read(device.sampled[: len(loaded.specs)]),
+                specs=self._specs,
+                codes=device.read(device.sampled[: len(self._specs)]),
                 logprob_words=None if words is None else device.read(words),
                 done=mark(device.arena.device) if device.arena.device.type == "cuda" else None,
             )
         )
 
-    def collect(self) -> tuple[list[tuple[int | None, TokenLogprobs | None]], RowMasks | None]:
-        """Wait for the oldest run that was not collected.
-
-        Returns:
-            The results of `Sampler.sample` for its `specs`, and its masks.
-        """
+    def collect(self) -> list[Sampled]:
+        """Wait for the oldest run that was not collected; returns the results of its samples."""
         launched = self._launched.popleft()
         if launched.done is not None:
             launched.done.synchronize()
-        codes = launched.codes.tolist()
-        found = self._device.sampler.results(
-            codes, launched.specs, launched.masks, launched.logprob_words
+        return self._device.sampler.results(
+            launched.codes.tolist(), launched.specs, launched.logprob_words
         )
-        return found, launched.masks
 
     def record(self, capture: Capture) -> None:
         """Record the launches of `run`, which replays them from now on. The image must have a step."""
         self._replays = capture(self._forward), capture(self._sample)
 
     def _fill(self, fields: dict[str, Int32Array], step: PackedStep) -> None:
-        rows, tables, lens = step.items()
-        tiles = step.tiles(self._device.head_group)
-        num_items = len(rows)
-        fields["item_rows"][:num_items] = rows
+        items = item_runs(step.runs)
+        num_items = items.shape[1]
+        fields["item_rows"][:num_items] = items[0]
         fields["item_rows"][num_items:] = np.arange(step.num_rows, self.shape.rows)  # padding
-        _put(fields["item_lens"], lens, 0)
+        _put(fields["item_lens"], items[2] + 1, 0)
         _put(fields["tokens"], step.tokens, 0)
         _put(fields["positions"], step.positions, 0)
         _put(fields["kv_slots"], step.kv_slots, -1)
-        _put(fields["tiles"], tiles, 0)
+        _put(fields["tiles"], tile_runs(step.runs, self._device.head_group), 0)
         for group, begin in enumerate(range(0, step.tables.size, step.tables.shape[1])):
-            _put(fields["item_tables"][group], tables + begin, 0)
+            _put(fields["item_tables"][group], items[3] + begin, 0)
             fields["tiles"][group, 3] += begin
         for place, window in enumerate(self._device.windows):
             fields["work"][place] = split_starts(fields["item_lens"], window)

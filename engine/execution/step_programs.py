@@ -12,7 +12,7 @@ from manylora.adapters.lora.tiles import DECODE_TILE_ROWS, count_tiles, tile_cap
 from manylora.engine.execution.packed_step import PackedStep
 from manylora.engine.execution.sampler import RowMasks
 from manylora.engine.execution.step_program import Capture, StepDevice, StepProgram, StepShape
-from manylora.kernels.attention_batch import most_partials
+from manylora.kernels.attention_batch import item_runs, most_partials, tile_runs
 
 WORD_BITS = 32
 """Number of tokens in a word of a mask."""
@@ -113,15 +113,13 @@ class StepPrograms:
     def _prompt_shape(self, step: PackedStep) -> StepShape:
         rows = bucket_rows(step.num_rows)
         lora_tile_rows = tile_rows(rows)
-        lens = np.append(
-            step.items().lens, np.zeros(rows - step.num_rows, dtype=np.int32)
-        )  # padding
+        lens = np.pad(item_runs(step.runs)[2] + 1, (0, rows - step.num_rows))
         return StepShape(
             rows=rows,
             items=len(lens),
             samples=bucket_rows(len(step.samples)) if step.samples else 0,
             partials=most_partials(lens),
-            tiles=step.tiles(self._device.head_group).shape[1],
+            tiles=tile_runs(step.runs, self._device.head_group).shape[1],
             lora_tiles=count_tiles(step.row_slots, lora_tile_rows) if step.adapters else 0,
             lora_tile_rows=lora_tile_rows,
         )

@@ -11,11 +11,9 @@ from manylora.errors import InvalidRequestError
 
 _Clause = tuple[Place, frozenset[Place]]
 """A place that has a finite value if all these places have one."""
-_TYPE: Place = ("",)
-"""Last name in the place of a clause about a schema's type. No part of a schema has such a place."""
-_ONE_MORE: Place = ("minProperties",)
-"""Last name in the place of clauses about a member beyond the required ones."""
-_WHOLE = frozenset({"object", "array"})
+_CONDITION: Place = ("", "")
+"""Names before the number of a condition of a schema. No part of a schema has such a place."""
+_VALUES = frozenset({"const", "enum"})
 
 
 def without_endless(schema: Any, param: str) -> Any:  # noqa: ANN401 - JSON
@@ -58,54 +56,46 @@ def _clauses(schema: Any, place: Place) -> Iterator[_Clause]:  # noqa: ANN401 - 
         yield place, frozenset()
     if not isinstance(schema, dict):
         return
-    needs: set[Place] = set()
-    if "const" not in schema and "enum" not in schema:
-        if "$ref" in schema:
-            needs.add(place_of(schema["$ref"]))
-        needs |= {(*place, "allOf", str(index)) for index in range(len(schema.get("allOf", ())))}
-        for name in ("anyOf", "oneOf"):
-            for index in range(len(schema.get(name, ()))):
-                needs.add((*place, name))
-                yield (*place, name), frozenset({(*place, name, str(index))})
-        if (types := _types(schema)) <= _WHOLE:
-            needs.add(place + _TYPE)
-            yield from _of_types(schema, place, types)
+    needs = set()
+    if "$ref" in schema and not schema.keys() & _VALUES:
+        needs.add(place_of(schema["$ref"]))
+    for index, options in enumerate(_conditions(schema)):
+        condition = (*place, *_CONDITION, str(index))
+        needs.add(condition)
+        for parts in options:
+            yield condition, frozenset((*place, *part) for part in parts)
     yield place, frozenset(needs)
     for part, each in parts_of(schema):
         yield from _clauses(each, (*place, *part))
 
 
-def _of_types(schema: Mapping[str, Any], place: Place, types: set[str]) -> Iterator[_Clause]:
-    """Clauses about finite values of these types."""
-    for kind in types:
-        members = _required(schema) if kind == "object" else _first_items(schema)
-        yield place + _TYPE, frozenset((*place, *member) for member in members)
-    if "object" in types:
-        yield from (
-            ((*place, *_ONE_MORE), frozenset((*place, *each) for each in part))
-            for part in _more(schema)
-        )
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
+def _conditions(schema: Mapping[str, Any]) -> Iterator[list[list[Place]]]:
+    """Conditions of a finite value: all parts in one of the lists must have one."""
+    if schema.keys() & _VALUES:
+        return
+    for index in range(len(schema.get("allOf", ()))):
+        yield [[("allOf", str(index))]]
+    for name in schema.keys() & {"anyOf", "oneOf"}:
+        yield [[(name, str(index))] for index in range(len(schema[name]))]
     given = schema.get("type", TYPES)
-    return {given} if isinstance(given, str) else set(given)
-
-
-def _more(schema: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
-    """Places of schemas for a member beyond the required ones; nothing if it may be any value."""
-    required = set(schema.get("required", ()))
-    yield from (
-        (("properties", name),) for name in schema.get("properties", {}) if name not in required
-    )
-    yield from ((("patternProperties", name),) for name in schema.get("patternProperties", {}))
-    yield (("additionalProperties",),) if "additionalProperties" in schema else ()
+    types = {given} if isinstance(given, str) else set(given)
+    required = schema.get("required", ())
+    if types <= {"object", "array"}:
+        members = {"object": _required(schema), "array": _first_items(schema)}
+        yield [list(members[kind]) for kind in types]
+    if types == {"object"} and schema.get("minProperties", 0) > len(set(required)):
+        more: list[Place] = [
+            ("patternProperties", name) for name in schema.get("patternProperties", ())
+        ]
+        more += [
+            ("properties", name) for name in schema.get("properties", ()) if name not in required
+        ]
+        other: list[Place] = [("additionalProperties",)] if "additionalProperties" in schema else []
+        yield [*([place] for place in more), other]
 
 
 def _required(schema: Mapping[str, Any]) -> Iterator[Place]:
     """Places of the members that every object has."""
-    if schema.get("minProperties", 0) > len(set(schema.get("required", ()))):
-        yield _ONE_MORE
     for name in schema.get("required", ()):
         if name in schema.get("properties", {}):
             yield "properties", name
@@ -161,4 +151,4 @@ def _cause(clauses: Iterable[_Clause], finite: set[Place], param: str) -> Invali
 
 
 def _written(place: Place, param: str) -> str:
-    return ".".join((param, *(place[:-1] if place[-1:] == _TYPE else place)))
+    return ".".join((param, *(place[:-3] if place[-3:-1] == _CONDITION else place)))

@@ -198,22 +198,20 @@ class _Reader:
             else self._plain(name, value, path)
         )
 
-    def _plain(self, name: str, value: object, path: str) -> object:
+    def _plain(self, name: str, value: Any, path: str) -> object:  # noqa: ANN401 - JSON
         """Check the value of a keyword without schemas in it."""
+        if name in _EXPECTED and not _EXPECTED[name][0](value):
+            raise refusal(f"{name} must be {_EXPECTED[name][1]}.", path)
         if name in _COUNTS:
-            return _count(name, value, path)
-        if name in _BOUNDS and not (type(value) in (int, float) and abs(value) < LARGEST_BOUND):  # type: ignore[arg-type]
-            raise refusal(f"{name} must be a finite number of at most 320 digits.", path)
-        if name in _TEXTS and not isinstance(value, str):
-            raise refusal(f"{name} must be a string.", path)
+            return int(value)
+        if name == "pattern":
+            return _pattern(value, path)
         if name == "multipleOf":
             self._check_multiple(value, path)
         elif name == "$ref":
-            self._check_reference(str(value), path)
-        elif name == "pattern":
-            return _pattern(str(value), path)
-        elif name in _CHECKS:
-            _CHECKS[name](value, path)
+            self._check_reference(value, path)
+        elif name in ("enum", "const"):
+            _check_value(value, path)
         return value
 
     def _check_reference(self, reference: str, path: str) -> None:
@@ -221,9 +219,7 @@ class _Reader:
             raise refusal("$ref must name a place in this schema, as #/$defs/name does.", path)
         self._references.append((reference, path))
 
-    def _check_multiple(self, value: object, path: str) -> None:
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
-            raise refusal("multipleOf must be a number above 0, and finite.", path)
+    def _check_multiple(self, value: float, path: str) -> None:
         self._num_remainders += num_remainders(value)
         if self._num_remainders > MAX_REMAINDERS:
             message = f"All multipleOf together must be at most {MAX_REMAINDERS}, their decimals counted as whole."
@@ -265,27 +261,33 @@ def _is_exact_decimal(value: object) -> bool:
     return Decimal(scaled) == Decimal(str(value)).scaleb(decimals)
 
 
-def _count(name: str, value: object, path: str) -> int:
-    if type(value) not in (int, float) or not 0 <= value <= MAX_COUNT or value % 1:  # type: ignore[operator]
-        raise refusal(f"{name} must be a whole number, 0 or more.", path)
-    return int(value)  # type: ignore[call-overload,no-any-return]
+def _is_bound(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < LARGEST_BOUND  # type: ignore[arg-type]
 
 
-def _check_type(value: object, path: str) -> None:
+def _is_count(value: Any) -> bool:  # noqa: ANN401 - JSON
+    return type(value) in (int, float) and 0 <= value <= MAX_COUNT and not value % 1
+
+
+def _is_multiple(value: Any) -> bool:  # noqa: ANN401 - JSON
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_type(value: object) -> bool:
     given = value if isinstance(value, list) else [value]
-    if not given or not all(isinstance(each, str) and each in TYPES for each in given):
-        raise refusal(f"type must be one of {', '.join(TYPES)}, or a list of them.", path)
+    return bool(given) and all(each in TYPES for each in given)
 
 
-def _check_required(value: object, path: str) -> None:
-    if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-        raise refusal("required must be a list of strings.", path)
-
-
-def _check_enum(value: object, path: str) -> None:
-    if not (isinstance(value, list) and value):
-        raise refusal("enum must be a list of at least one value.", path)
-    _check_value(value, path)
+def _are_values(value: object) -> bool:
+    return isinstance(value, list) and bool(value)
 
 
 def _check_value(value: object, path: str, depth: int = 0) -> None:
@@ -305,12 +307,16 @@ def _check_value(value: object, path: str, depth: int = 0) -> None:
         _check_value(each, f"{path}.{key}", depth + 1)
 
 
-_CHECKS: Mapping[str, Callable[[object, str], None]] = {
-    "type": _check_type,
-    "required": _check_required,
-    "enum": _check_enum,
-    "const": _check_value,
+_EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_COUNTS, (_is_count, "a whole number, 0 or more")),
+    **dict.fromkeys(_BOUNDS, (_is_bound, "a finite number of at most 320 digits")),
+    **dict.fromkeys(_TEXTS, (_is_text, "a string")),
+    "multipleOf": (_is_multiple, "a number above 0, and finite"),
+    "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
+    "required": (_are_texts, "a list of strings"),
+    "enum": (_are_values, "a list of at least one value"),
 }
+"""Check of the value of each keyword, and a text for the message."""
 
 
 def _check_range(schema: dict[str, Any], path: str) -> None:

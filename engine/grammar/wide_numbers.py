@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import cached_property
 from typing import Any
 
 from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
@@ -63,7 +63,10 @@ class WideNumbers:
         self._write_plain = plain
         self._num_written = 0
         """Number of characters of all expressions without parts."""
-        self._of_places: dict[Place, str] = {}
+        self._schemas = _all_schemas(root)
+        """The schema and its parts by place. A place that is not there allows any value."""
+        self._wide_places = _wide_places(self._schemas)
+        self._rule_of: dict[Place, str] = {}
         """Rules of the places that `$ref` names."""
         self._ends: dict[Place, Any] = {}
         """Schemas at the end of the `$ref`s of a place."""
@@ -74,47 +77,18 @@ class WideNumbers:
         """Expression for the whole schema; None if llguidance can read it itself."""
         if () not in self._wide_places:
             return None
-        found = self._value(self._root, ())
+        found = self._value(())
         for target in self._unwritten:  # the list grows meanwhile
-            self._rules[self._of_places[target]] = self._value(self._schemas[target], target)
-        return found
-
-    @cached_property
-    def _schemas(self) -> dict[Place, Any]:
-        found: dict[Place, Any] = {(): self._root}
-        pending: list[Place] = [()]
-        for place in pending:
-            if isinstance(found[place], dict):
-                new = {(*place, *part): each for part, each in parts_of(found[place])}
-                found |= new
-                pending += new
-        return found
-
-    @cached_property
-    def _wide_places(self) -> set[Place]:
-        """Places of schemas with a wide value, or with a part or reference that leads to one."""
-        above: dict[Place, list[Place]] = {}
-        found: set[Place] = set()
-        pending: list[Place] = []
-        for place, schema in self._schemas.items():
-            if not isinstance(schema, dict):
-                continue
-            for part, _ in parts_of(schema):
-                if part[0] not in _SHARED:
-                    above.setdefault((*place, *part), []).append(place)
-            if "$ref" in schema:
-                above.setdefault(place_of(schema["$ref"]), []).append(place)
-            if any(map(_is_wide, (schema[name] for name in _NUMBERS if name in schema))):
-                pending.append(place)
-        while pending:
-            place = pending.pop()
-            if place not in found:
-                found.add(place)
-                pending += above.get(place, ())
+            self._rules[self._rule_of[target]] = self._value(target)
         return found
 
     def _refuse(self, what: str, place: Place) -> Exception:
-        message = f"{what}, as it holds a number beyond 2**53 or a control character. Write it in another way."
+        return self._refusal(
+            f"{what}, as it holds a number beyond 2**53 or a control character. Write it in another way.",
+            place,
+        )
+
+    def _refusal(self, message: str, place: Place) -> Exception:
         return refusal(message, ".".join((self._param, *place)))
 
     def _plain(self, schema: Any) -> str:  # noqa: ANN401 - JSON
@@ -132,164 +106,126 @@ class WideNumbers:
             raise InvalidRequestError(message, param=self._param, code="grammar_too_large")
         return text
 
-    def _value(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
-        """Expression for a value that fits a schema."""
+    def _value(self, place: Place) -> str:
+        """Expression for a value that fits the schema at a place."""
+        schema = self._schemas.get(place, True)
         if place not in self._wide_places:
-            return self._leaf(schema, place)
+            return self._leaf(schema, [place])
         keywords = schema.keys() - _UNTOLD
-        if "allOf" in keywords and (len(keywords) > 1 or len(schema["allOf"]) > 1):
-            return self._joined_objects(place)
         if keywords & _ALONE:
-            if len(keywords) > 1 and not self._repeats_type(schema, place, keywords):
+            joins = len(schema.get("allOf", ())) > 1
+            if joins or (len(keywords) > 1 and not self._repeats_type(schema, place, keywords)):
                 names = ", ".join(sorted(keywords))
                 raise self._refuse(f"Answers cannot be held to all of {names} at once here", place)
             return self._alone(schema, place)
         if "const" in schema or "enum" in schema:
             return self._one_of_values(schema, place, keywords)
-        kinds = self._kinds(schema)
-        return _any_of([self._of_type(kind, schema, place) for kind in kinds])
+        return _any_of([self._of_type(kind, schema, place) for kind in _kinds(schema)])
 
     def _repeats_type(self, schema: Mapping[str, Any], place: Place, keywords: Set[str]) -> bool:
         """True if the only keyword beside `anyOf` or `oneOf` is a type that each of its schemas has too."""
         name = next(iter(keywords - {"type"}))
         if len(keywords) > 2 or "type" not in keywords or name not in ("anyOf", "oneOf"):
             return False
-        options = [self._named_by((*place, name, str(index))) for index in range(len(schema[name]))]
+        options = (self._named_by((*place, name, str(index))) for index in range(len(schema[name])))
         return all(
-            each is False or (_is_object(each) and each.get("type") == schema["type"])
+            each is False or (isinstance(each, dict) and each.get("type") == schema["type"])
             for each in options
         )
 
     def _named_by(self, place: Place) -> Any:  # noqa: ANN401 - JSON
-        """A schema, or the schema at the end of its `$ref`s."""
+        """A schema, or the schema at the end of its `$ref`s. Those in circles were refused, so there is an end."""
         way = [place]
-        while way[-1] not in self._ends:
-            schema = self._schemas[way[-1]]
-            if not _is_object(schema) or schema.keys() - _UNTOLD != {"$ref"}:
-                self._ends[way[-1]] = schema
-                break
-            way.append(
-                place_of(schema["$ref"])
-            )  # references in circles were refused, so there is an end
-        self._ends |= dict.fromkeys(way, self._ends[way[-1]])
-        return self._ends[place]
+        while way[-1] not in self._ends and _is_reference(self._schemas[way[-1]]):
+            way.append(place_of(self._schemas[way[-1]]["$ref"]))
+        end = self._ends.get(way[-1], self._schemas[way[-1]])
+        self._ends |= dict.fromkeys(way, end)
+        return end
 
     def _alone(self, schema: Mapping[str, Any], place: Place) -> str:
         if "$ref" in schema:
-            return self._named(place_of(schema["$ref"]))
+            target = place_of(schema["$ref"])
+            if target not in self._rule_of:
+                self._rule_of[target] = self._new_name()
+                self._unwritten.append(target)
+            return self._rule_of[target]
         name = next(iter(schema.keys() & _ALONE))
-        options = [
-            self._value(each, (*place, name, str(index)))
-            for index, each in enumerate(schema[name])
-            if each is not False or name == "allOf"
-        ]
-        return _any_of(options)
-
-    def _named(self, target: Place) -> str:
-        if target not in self._of_places:
-            self._of_places[target] = self._new_name()
-            self._unwritten.append(target)
-        return self._of_places[target]
+        return _any_of(
+            [
+                self._value((*place, name, str(index)))
+                for index, each in enumerate(schema[name])
+                if each is not False or name == "allOf"
+            ]
+        )
 
     def _new_name(self) -> str:
         name = f"json_{len(self._rules)}"
         self._rules[name] = '""'
         return name
 
-    def _leaf(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
-        """Expression for a schema without wide values, with the definitions that it needs."""
+    def _leaf(self, schema: Any, parts: Sequence[Place]) -> str:  # noqa: ANN401 - JSON
+        """Expression for a schema without wide values, with the definitions that these parts of it refer to."""
         if not isinstance(schema, dict):
             return self._plain(schema)
-        own = {name: value for name, value in schema.items() if name not in _UNTOLD}
-        needed = self._definitions([place])
-        shared = {
-            kind: {name: self._root[kind][name] for each, name in needed if each == kind}
-            for kind in dict.fromkeys(kind for kind, _ in needed)
-        }
-        return self._plain({**own, **shared})
+        kept = {name: value for name, value in schema.items() if name not in _UNTOLD}
+        for kind, name in self._definitions(parts):
+            kept.setdefault(kind, {})[name] = self._root[kind][name]
+        return self._plain(kept)
 
-    def _definitions(self, places: Sequence[Place]) -> list[tuple[str, str]]:
+    def _definitions(self, places: Sequence[Place]) -> list[Place]:
         """Definitions that schemas refer to, in order."""
-        found: dict[tuple[str, str], None] = {}
+        found: dict[Place, None] = {}
         pending = list(places)
         for each in pending:
-            below = (
-                [(*each, *part) for part, _ in parts_of(self._schemas[each])]
-                if _is_object(self._schemas[each])
-                else []
-            )
-            pending += [inner for inner in below if inner[len(each)] not in _SHARED]
-            if not _is_object(self._schemas[each]) or "$ref" not in self._schemas[each]:
+            schema = self._schemas[each]
+            if not isinstance(schema, dict):
                 continue
-            target = place_of(self._schemas[each]["$ref"])
+            pending += [(*each, *part) for part, _ in parts_of(schema) if part[0] not in _SHARED]
+            if "$ref" not in schema:
+                continue
+            target = place_of(schema["$ref"])[:2]
             if not target or target[0] not in _SHARED:
                 raise self._refuse("A $ref can name only a place in $defs here", each)
-            if target[:2] not in found:
-                found[target[0], target[1]] = None
-                pending.append(target[:2])
+            if target not in found:
+                found[target] = None
+                pending.append(target)
         return list(found)
-
-    @staticmethod
-    def _kinds(schema: Mapping[str, Any]) -> list[str]:
-        given = schema.get("type", [kind for kind in TYPES if kind != "integer"])
-        return [given] if isinstance(given, str) else list(dict.fromkeys(given))
 
     def _one_of_values(self, schema: Mapping[str, Any], place: Place, keywords: Set[str]) -> str:
         if not keywords <= {"const", "enum", "type"} or len(keywords & {"const", "enum"}) > 1:
-            raise self._refuse(
-                f"Answers cannot be held to all of {', '.join(sorted(keywords))} at once here",
-                place,
-            )
+            names = ", ".join(sorted(keywords))
+            raise self._refuse(f"Answers cannot be held to all of {names} at once here", place)
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        kinds = self._kinds(schema)
-        fitting = [value for value in values if _kind(value) & set(kinds)]
+        fitting = [value for value in values if _kind(value) & set(_kinds(schema))]
         if not fitting:
-            raise refusal("No value in it is of its type.", ".".join((self._param, *place)))
+            raise self._refusal("No value in it is of its type.", place)
         return self._counted(_any_of([_quoted(_written(value)) for value in fitting]))
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: Place) -> str:
         own = {name: value for name, value in schema.items() if name in _OF_TYPE.get(kind, ())}
-        if kind in ("integer", "number") and any(_is_wide(value) for value in own.values()):
+        if kind in ("integer", "number") and any(map(_is_wide, own.values())):
             return self._number(kind, own, place)
         below = [(*place, *part) for part, _ in parts_of(own)]
-        if kind == "object" and self._wide_places.intersection(below):
-            return self._object(own, place)
-        if kind == "array" and self._wide_places.intersection(below):
-            return self._array(own, place)
-        return self._leaf_of_type(kind, own, below)
-
-    def _leaf_of_type(self, kind: str, own: Mapping[str, Any], below: Sequence[Place]) -> str:
-        shared: dict[str, Any] = {}
-        for each, name in self._definitions(below):
-            shared.setdefault(each, {})[name] = self._root[each][name]
-        return self._plain({"type": kind, **own, **shared})
+        if self._wide_places.isdisjoint(below):
+            return self._leaf({"type": kind, **own}, below)
+        return self._object(own, place) if kind == "object" else self._array(own, place)
 
     def _number(self, kind: str, own: Mapping[str, Any], place: Place) -> str:
         if "multipleOf" in own:
             raise self._refuse("Answers cannot be held to multipleOf here", place)
         low, high = _whole_range(own)
-        if kind == "integer":
-            patterns = [_whole_numbers(low, high)]
-        else:
-            below = (
-                ""
-                if low is not None and low >= -_SAFE
-                else _whole_numbers(low, _least(high, -_SAFE))
-            )
-            above = (
-                ""
-                if high is not None and high <= _SAFE
-                else _whole_numbers(_most(low, _SAFE), high)
-            )
-            patterns = [below, above]
-        options = [self._counted(f"/{pattern}/") for pattern in patterns if pattern]
-        if kind == "number" and (low is None or low <= _SAFE) and (high is None or high >= -_SAFE):
+        ranges = [(low, high)]
+        if kind == "number":
+            ranges = [(low, min(high, -_SAFE)), (max(low, _SAFE), high)]
+        patterns = [_whole_numbers(*each) for each in ranges if each[0] <= each[1]]
+        options = [self._counted(f"/{pattern}/") for pattern in patterns]
+        if kind == "number" and low <= _SAFE and high >= -_SAFE:
             near = {name: value for name, value in own.items() if abs(value) <= _SAFE}
-            near.setdefault("minimum", -_SAFE)
-            near.setdefault("maximum", _SAFE)
-            options.append(self._plain({"type": "number", **near}))
+            options.append(
+                self._plain({"type": "number", "minimum": -_SAFE, "maximum": _SAFE, **near})
+            )
         if not options:
-            raise refusal("No number is in its range.", ".".join((self._param, *place)))
+            raise self._refusal("No number is in its range.", place)
         return _any_of(options)
 
     def _object(self, own: Mapping[str, Any], place: Place) -> str:
@@ -297,93 +233,26 @@ class WideNumbers:
             raise self._refuse(
                 "Answers cannot be held to patternProperties and counts of properties here", place
             )
-        members = {
-            name: (each, (*place, "properties", name))
-            for name, each in own.get("properties", {}).items()
+        required = own.get("required", ())
+        more = (*place, "additionalProperties")
+        members = {name: (*place, "properties", name) for name in own.get("properties", ())}
+        keys = {
+            name: json.dumps(name, ensure_ascii=False)
+            for name in dict.fromkeys((*members, *required))
         }
-        further = own.get("additionalProperties", True), (*place, "additionalProperties")
-        return self._members(members, own.get("required", ()), further)
-
-    def _joined_objects(self, place: Place) -> str:
-        """Expression for an object that several schemas describe, each with properties of its own."""
-        members: dict[str, tuple[Any, Place]] = {}
-        required: list[str] = []
-        kinds = set()
-        for each, part in self._joined(place):
-            own = {
-                name: (value, (*part, "properties", name))
-                for name, value in each.get("properties", {}).items()
-            }
-            keywords = each.keys() - _UNTOLD - {"allOf", "type", "properties", "required"}
-            keywords -= (
-                {"additionalProperties"} if each.get("additionalProperties") is True else set()
-            )
-            if keywords or each.get("type", "object") != "object" or own.keys() & members.keys():
-                break
-            kinds.add(each.get("type"))
-            members |= own
-            required += each.get("required", ())
-        else:
-            if "object" in kinds:
-                return self._members(members, required, (True, (*place, "additionalProperties")))
-        raise self._refuse(
-            "Answers can be held in allOf here only to objects with properties of their own, without limits on others",
-            place,
-        )
-
-    def _joined(self, place: Place) -> Iterator[tuple[Mapping[str, Any], Place]]:
-        """A schema and those that `allOf` and `$ref` join it with, each once."""
-        seen: set[Place] = set()
-        pending = [place]
-        while pending:
-            place = pending.pop()
-            if place in seen:
-                continue
-            seen.add(place)
-            schema = self._schemas[place]
-            if not isinstance(schema, dict):
-                yield {"type": "boolean"}, place
-            elif "$ref" in schema and not schema.keys() - _UNTOLD - {"$ref"}:
-                pending.append(place_of(schema["$ref"]))
-            else:
-                yield schema, place
-                pending += (
-                    (*place, "allOf", str(index))
-                    for index in reversed(range(len(schema.get("allOf", ()))))
-                )
-
-    def _members(
-        self,
-        members: Mapping[str, tuple[Any, Place]],
-        required: Sequence[str],
-        further: tuple[Any, Place],
-    ) -> str:
-        """Expression for an object with these members, each with its place, and further ones."""
         pairs = []
-        for name in dict.fromkeys((*members, *required)):
-            each, place = members.get(name, further)
-            if each is not False:
-                value = self._value_at(each, place)
-                pairs.append(
-                    (
-                        f"{_quoted(json.dumps(name, ensure_ascii=False) + ': ')} {value}",
-                        name in required,
-                    )
-                )
-        more = ""
-        if further[0] is not False:
-            names = [
-                json.dumps(name, ensure_ascii=False)
-                for name in dict.fromkeys((*members, *required))
-            ]
-            key = self._new_name().upper()
-            taken = f" & ~/{'|'.join(map(_escaped, names))}/" if names else ""
-            self._rules[key] = f"/{_NAME}/{taken}"
-            more = f'{key} ": " {self._value_at(*further)}'
-        return f'"{{" {in_order(self._rules, self._new_name(), pairs, _quoted(", "), more)} "}}"'
-
-    def _value_at(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
-        return self._value(schema, place) if place in self._schemas else self._plain(schema)
+        for name, key in keys.items():
+            member = members.get(name, more)
+            if self._schemas.get(member, True) is not False:
+                pair = f"{_quoted(key + ': ')} {self._value(member)}"
+                pairs.append((pair, name in required))
+        further = ""
+        if self._schemas.get(more, True) is not False:
+            terminal = self._new_name().upper()
+            taken = f" & ~/{'|'.join(map(_escaped, keys.values()))}/" if keys else ""
+            self._rules[terminal] = f"/{_NAME}/{taken}"
+            further = f'{terminal} ": " {self._value(more)}'
+        return f'"{{" {in_order(self._rules, self._new_name(), pairs, _quoted(", "), further)} "}}"'
 
     def _array(self, own: Mapping[str, Any], place: Place) -> str:
         is_old = isinstance(own.get("items"), list)
@@ -391,29 +260,57 @@ class WideNumbers:
         least = own.get("minItems", 0)
         most = own.get("maxItems", math.inf)
         items = [
-            self._value(each, (*place, first, str(index)))
-            for index, each in enumerate(own.get(first, ()))
+            self._value((*place, first, str(index))) for index in range(len(own.get(first, ())))
         ]
-        further = own.get(rest, True)
-        more = "" if further is False else self._value_at(further, (*place, rest))
+        more = "" if own.get(rest, True) is False else self._value((*place, rest))
         if not items and more and most:
             items = [more]
         items = items if most >= len(items) else items[: int(most)]
         if least > most or (least > len(items) and not more):
-            raise refusal(
-                "An array cannot have this number of items.", ".".join((self._param, *place))
-            )
+            raise self._refusal("An array cannot have this number of items.", place)
         body = ""
         if more and most > len(items):
-            bounds = (
-                max(least - len(items), 0),
-                "" if math.isinf(most) else int(most) - len(items),
-            )
-            body = f'(", " {more}){{{bounds[0]},{bounds[1]}}}'
+            end = "" if math.isinf(most) else int(most) - len(items)
+            body = f'(", " {more}){{{max(least - len(items), 0)},{end}}}'
         for index, item in reversed(list(enumerate(items))):
             body = f"{_quoted(', ') if index else ''} {item} {body}"
             body = body if index < least else f"({body})?"
         return f'"[" {body} "]"'
+
+
+def _all_schemas(root: object) -> dict[Place, Any]:
+    """A schema and all its parts by place."""
+    found: dict[Place, Any] = {(): root}
+    pending: list[Place] = [()]
+    for place in pending:
+        if isinstance(found[place], dict):
+            new = {(*place, *part): each for part, each in parts_of(found[place])}
+            found |= new
+            pending += new
+    return found
+
+
+def _wide_places(schemas: Mapping[Place, Any]) -> set[Place]:
+    """Places of schemas with a wide value, or with a part or reference that leads to one."""
+    above: dict[Place, list[Place]] = defaultdict(list)
+    found: set[Place] = set()
+    pending: list[Place] = []
+    for place, schema in schemas.items():
+        if not isinstance(schema, dict):
+            continue
+        for part, _ in parts_of(schema):
+            if part[0] not in _SHARED:
+                above[*place, *part].append(place)
+        if "$ref" in schema:
+            above[place_of(schema["$ref"])].append(place)
+        if any(_is_wide(schema[name]) for name in _NUMBERS if name in schema):
+            pending.append(place)
+    while pending:
+        place = pending.pop()
+        if place not in found:
+            found.add(place)
+            pending += above[place]
+    return found
 
 
 def in_order(
@@ -440,8 +337,15 @@ def in_order(
     return f"{name}_first_0"
 
 
-def _is_object(schema: object) -> bool:
-    return isinstance(schema, dict)
+def _is_reference(schema: object) -> bool:
+    """True if a schema only refers to another."""
+    return isinstance(schema, dict) and schema.keys() - _UNTOLD == {"$ref"}
+
+
+def _kinds(schema: Mapping[str, Any]) -> list[str]:
+    """Types that a schema allows; numbers include integers."""
+    given = schema.get("type", [kind for kind in TYPES if kind != "integer"])
+    return [given] if isinstance(given, str) else list(dict.fromkeys(given))
 
 
 def _is_wide(value: object) -> bool:
@@ -492,67 +396,54 @@ def _escaped(text: str) -> str:
     )
 
 
-def _most(value: int | None, other: int) -> int:
-    return other if value is None else max(value, other)
+def _whole_range(own: Mapping[str, Any]) -> tuple[float, float]:
+    """Least and largest whole number that bounds allow; infinite without a bound."""
+    low: float = math.ceil(own["minimum"]) if "minimum" in own else -math.inf
+    if "exclusiveMinimum" in own:
+        low = max(low, math.floor(own["exclusiveMinimum"]) + 1)
+    high: float = math.floor(own["maximum"]) if "maximum" in own else math.inf
+    if "exclusiveMaximum" in own:
+        high = min(high, math.ceil(own["exclusiveMaximum"]) - 1)
+    return low, high
 
 
-def _least(value: int | None, other: int) -> int:
-    return other if value is None else min(value, other)
-
-
-def _whole_range(own: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Least and largest whole number that bounds allow."""
-    lows = [math.ceil(own["minimum"])] if "minimum" in own else []
-    lows += [math.floor(own["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in own else []
-    highs = [math.floor(own["maximum"])] if "maximum" in own else []
-    highs += [math.ceil(own["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in own else []
-    return max(lows, default=None), min(highs, default=None)
-
-
-def _whole_numbers(low: int | None, high: int | None) -> str:
-    """Regular expression for the whole numbers of a range; empty if there is none."""
-    if low is not None and high is not None and low > high:
-        return ""
+def _whole_numbers(low: float, high: float) -> str:
+    """Regular expression for the whole numbers of a range that has some."""
     options = []
-    if low is None or low < 0:
-        options.append(
-            f"-({_digits(1 if high is None or high >= 0 else -high, None if low is None else -low)})"
-        )
-    if high is None or high >= 0:
-        options.append(_digits(0 if low is None or low < 0 else low, high))
+    if low < 0:
+        options.append(f"-({_digits(max(1, -high), -low)})")
+    if high >= 0:
+        options.append(_digits(max(0, low), high))
     return "|".join(options)
 
 
-def _digits(low: int, high: int | None) -> str:
+def _digits(low: float, high: float) -> str:
     """Regular expression for the whole numbers from `low`, which is not negative, to `high`."""
-    first = str(low)
-    last = "" if high is None else str(high)
-    if len(first) == len(last):
-        return "|".join(_between(first, last))
-    longer = [] if high is None else list(_between("1" + "0" * (len(last) - 1), last))
-    shortest = len(first) + 1
-    longest = "" if high is None else len(last) - 1
-    if high is None or shortest <= int(longest):
-        longer.append(f"[1-9][0-9]{{{shortest - 1},{'' if high is None else int(longest) - 1}}}")
-    return "|".join([*_between(first, "9" * len(first)), *longer])
+    size = len(str(low))
+    if high < 10**size:
+        return "|".join(_between(str(low), str(high)))
+    options = [*_between(str(low), "9" * size)]
+    if math.isinf(high):
+        options.append(f"[1-9][0-9]{{{size},}}")
+    else:
+        longest = len(str(high)) - 1
+        if longest > size:
+            options.append(f"[1-9][0-9]{{{size},{longest - 1}}}")
+        options += _between("1" + "0" * longest, str(high))
+    return "|".join(options)
 
 
 def _between(low: str, high: str) -> Iterator[str]:
     """Regular expressions for the numbers of one length from `low` to `high`."""
-    if not low or low == high:
-        yield low
-        return
-    if low[0] == high[0]:
-        yield from (low[0] + rest for rest in _between(low[1:], high[1:]))
-        return
     size = len(low) - 1
-    is_low_whole = low[1:] == "0" * size
-    is_high_whole = high[1:] == "9" * size
-    if not is_low_whole:
+    if low == high:
+        yield low
+    elif not low.strip("0") and not high.strip("9"):
+        yield f"[0-9]{{{len(low)}}}"
+    elif low[0] == high[0]:
+        yield from (low[0] + rest for rest in _between(low[1:], high[1:]))
+    else:
         yield from (low[0] + rest for rest in _between(low[1:], "9" * size))
-    start = int(low[0]) + (not is_low_whole)
-    end = int(high[0]) - (not is_high_whole)
-    if start <= end:
-        yield f"[{start}-{end}]" + (f"[0-9]{{{size}}}" if size else "")
-    if not is_high_whole:
+        if int(low[0]) + 1 < int(high[0]):
+            yield f"[{int(low[0]) + 1}-{int(high[0]) - 1}]" + f"[0-9]{{{size}}}" * bool(size)
         yield from (high[0] + rest for rest in _between("0" * size, high[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,12 +150,10 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
 
 def _storage(reader: GGUFReader) -> dict[str, Any]:
     """Fields of the config about number formats. The type of most weights decides."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter(F32=0)
     for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(
-            tensor.n_elements
-        )
-    usual = max(sizes, key=lambda name: sizes[name], default="F32")
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    usual = sizes.most_common(1)[0][0]
     if usual in FLOATS:
         return {"dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[usual]}
     bits = next(int(letter) for letter in usual if letter.isdigit())

@@ -76,7 +76,11 @@ def make_linear(
         ValueError: The device has no layers of this format.
     """
     if weights != "bf16":
-        return _quantised(weight, bias, weights)
+        make = kernels_for(_device(weight), torch.float32).quantised_linear
+        if weights == "int8":
+            return make(_in_int8(weight), bias)
+        floats = weight.dequantised() if isinstance(weight, Int8Weight) else weight
+        return make(Int4Weight.of(floats), bias)
     if isinstance(weight, Int8Weight):
         raise TypeError("weight: expected floats to keep as bf16, got codes of 8 bits")
     if weight.device.type == "cpu" and can_pack(weight.dtype):
@@ -84,35 +88,19 @@ def make_linear(
     return partial(torch.nn.functional.linear, weight=weight, bias=bias)
 
 
-def _quantised(
-    weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None, weights: WeightFormat
-) -> Linear:
-    device = weight.codes.device if isinstance(weight, Int8Weight) else weight.device
-    make = kernels_for(
-        device, torch.float32
-    ).quantised_linear  # a layer takes activations of any dtype
-    if make is None:
-        raise ValueError(
-            f"weights: expected bf16 on {device.type}, which has no layers of {weights}"
-        )
-    if weights == "int4":
-        return make(
-            Int4Weight.of(weight.dequantised() if isinstance(weight, Int8Weight) else weight), bias
-        )
-    return make(weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight), bias)
-
-
 def make_head(weight: torch.Tensor | Int8Weight, weights: WeightFormat) -> Linear:
     """Make the layer of the logits for a model with layers in the format `weights`."""
     if weights == "bf16":
         return make_linear(weight)
-    rounded = weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight)
-    make = kernels_for(rounded.codes.device, torch.float32).quantised_head
-    if make is None:
-        raise ValueError(
-            f"weights: expected bf16 on {rounded.codes.device.type}, which has no layers of {weights}"
-        )
-    return make(rounded)
+    return kernels_for(_device(weight), torch.float32).quantised_head(_in_int8(weight))
+
+
+def _device(weight: torch.Tensor | Int8Weight) -> torch.device:
+    return weight.codes.device if isinstance(weight, Int8Weight) else weight.device
+
+
+def _in_int8(weight: torch.Tensor | Int8Weight) -> Int8Weight:
+    return weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight)
 
 
 @cache

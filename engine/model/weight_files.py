@@ -1,11 +1,10 @@
-"""Files of a checkpoint's weights, and the search for a head besides the embedding. Needs no torch."""
+"""Files of a checkpoint's weights, and the search for a head besides the embedding. Only that search may need torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from manylora import strict_json
 from manylora.engine.model.config_fields import shown
@@ -18,10 +17,6 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-MAX_HEADER_BYTES = 100 << 20
-"""Largest header of a safetensors file, the limit of that library."""
-COMPARED_BYTES = 1 << 22
-"""Bytes that are compared at once."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -62,17 +57,17 @@ def holds_own_head(folder: Path) -> bool:
     index = folder / INDEX_FILE
     if not (folder / SINGLE_FILE).is_file() and index.is_file():
         places = _places(index)
-        if EMBEDDING not in places or not any(_is_of_head(name) for name in places):
+        if EMBEDDING not in places or not any(map(_is_of_head, places)):
             return False
         files = {folder / name for name in places.values() if Path(name).name == name}
     else:
         files = {folder / SINGLE_FILE}
     if not all(file.is_file() for file in files):
         return index.is_file()
-    tensors = {name: tensor for file in files for name, tensor in _tensors(file).items()}
-    if tensors.keys() >= {EMBEDDING, HEAD} and _are_equal(tensors[EMBEDDING], tensors[HEAD]):
-        return False
-    return EMBEDDING in tensors and any(_is_of_head(name) for name in tensors)
+    found = {name: file for file in files for name in _names(file)}
+    if EMBEDDING in found and HEAD in found:
+        return not _are_equal(found[EMBEDDING], found[HEAD])
+    return EMBEDDING in found and any(map(_is_of_head, found))
 
 
 def _is_of_head(name: str) -> bool:
@@ -92,57 +87,22 @@ def _places(index: Path) -> dict[str, str]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Place of a tensor in a file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    """First byte, counted from the start of the file."""
-    end: int
-
-
-def _tensors(file: Path) -> dict[str, _Tensor]:
-    """Places of the tensors of a file, from its header."""
+def _names(file: Path) -> list[str]:
+    """Names of the tensors of a file."""
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = strict_json.loads(opened.read(min(length, MAX_HEADER_BYTES)))
-        return {
-            name: _tensor(file, 8 + length, fields)
-            for name, fields in header.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(file, "np") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.path: cannot read {file}: {error}", param="model.path") from error
 
 
-def _tensor(file: Path, first_byte: int, fields: Mapping[str, Any]) -> _Tensor:
-    start, end = (first_byte + at for at in fields["data_offsets"])
-    size = file.stat().st_size
-    if not (type(start) is type(end) is int and first_byte <= start <= end <= size):
-        raise ValueError(
-            f"data_offsets: expected two places in the file, got {shown(fields['data_offsets'])}"
-        )
-    return _Tensor(file, fields["dtype"], tuple(fields["shape"]), start, end)
+def _are_equal(embedding_file: Path, head_file: Path) -> bool:
+    """True if embedding and head have the same bytes."""
+    import torch  # late: few checkpoints of tied models have both
 
-
-def _are_equal(first: _Tensor, second: _Tensor) -> bool:
-    if (first.dtype, first.shape, first.end - first.start) != (
-        second.dtype,
-        second.shape,
-        second.end - second.start,
-    ):
-        return False
-    with first.file.open("rb") as one, second.file.open("rb") as other:
-        one.seek(first.start)
-        other.seek(second.start)
-        left = first.end - first.start
-        while left > 0:
-            size = min(left, COMPARED_BYTES)
-            if one.read(size) != other.read(size):
-                return False
-            left -= size
-    return True
+    with safe_open(embedding_file, "pt") as one, safe_open(head_file, "pt") as other:
+        embedding = one.get_tensor(EMBEDDING)
+        head = other.get_tensor(HEAD)
+    return (embedding.dtype, embedding.shape) == (head.dtype, head.shape) and torch.equal(
+        embedding.view(torch.uint8), head.view(torch.uint8)
+    )

@@ -19,15 +19,16 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // Query rows of one request that are computed together, for one KV head.
 struct Task {
-    int32_t request, row, count, end;  // `end`: keys that the first row sees
+    int32_t row, count, position, table;  // `position` of the first row; its pages begin at `table` in the block table
+
+    int64_t end() const { return int64_t{position} + 1; }  // keys that the first row sees
 };
 
 template <class T>
 struct Call {
     Heads<T> q;
     Pages pages;
-    const int32_t* block_table;  // [requests, max_blocks]
-    int64_t max_blocks;
+    const int32_t* block_table;
     const Task* tasks;
     int64_t num_tasks, heads, group, head_dim;  // `heads` of keys and values, each for a group of query heads
     float scale;
@@ -138,7 +139,7 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
     using P = Packed<T>;
     constexpr bool HAS_SCALES = !std::is_same_v<Stored, T>;
     const Stored *keys[BLOCK], *values[BLOCK];
-    const int32_t* pages = call.block_table + task.request * call.max_blocks;
+    const int32_t* pages = call.block_table + task.table;
     int64_t page = first / call.pages.page_tokens, token = first % call.pages.page_tokens;
     for (int64_t t = 0; t < count; t++) {
         if constexpr (HAS_SCALES) room.key_factors[t] = room.value_scales[t] = 0;
@@ -208,7 +209,7 @@ void weigh(const Call<T>& call, const Task& task, int64_t first, int64_t keys, R
         const int64_t count = std::min<int64_t>(LANES, rows - start);
         Floats most[LANES] = {};
         for (int64_t i = 0; i < count; i++) {
-            const int64_t end = task.end + (start + i) / call.group;
+            const int64_t end = task.end() + (start + i) / call.group;
             const int64_t begin = call.window ? end - call.window : 0;
             most[i] = seen_scores(&room.scores[(start + i) * BLOCK], keys, begin - first, end - first);
         }
@@ -237,8 +238,8 @@ template <class T>
 void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) {
     using P = Packed<T>;
     constexpr int64_t depth = BLOCK / P::PER_UNIT;
-    const int64_t rows = task.count * call.group, last = task.end + task.count - 1, width = room.panels * PANEL;
-    const int64_t start = call.window ? std::max<int64_t>(0, task.end - call.window) : 0;
+    const int64_t rows = task.count * call.group, last = task.end() + task.count - 1, width = room.panels * PANEL;
+    const int64_t start = call.window ? std::max<int64_t>(0, task.end() - call.window) : 0;
     pack_queries(call, task, head, room);
     std::fill_n(room.key_factors.data(), BLOCK, call.scale * LOG2_E);
     std::fill_n(room.value_scales.data(), BLOCK, 1.0f);
@@ -282,7 +283,7 @@ bool attention(const Call<T>& call) {
     int64_t most = 0, work = 0;
     for (int64_t i = 0; i < call.num_tasks; i++) {
         most = std::max<int64_t>(most, call.tasks[i].count);
-        work += int64_t{call.tasks[i].count} * call.tasks[i].end;
+        work += int64_t{call.tasks[i].count} * call.tasks[i].end();
     }
     bool is_short = false;
 #pragma omp parallel if (work * call.heads * call.group * call.head_dim >= MIN_PARALLEL)
@@ -341,13 +342,13 @@ void place(const Projection<T>& x, const Pages& pages) {
     extern "C" bool attend_##DTYPE(                                                                                    \
         T* q, int64_t q_row, int64_t q_head, int64_t rows, const T* q_norm, const T* k_norm, float eps,                \
         const float* cos, const float* sin, const int64_t* slots, const manylora::Pages* pages,                            \
-        const int32_t* block_table, int64_t max_blocks, const manylora::Task* tasks, int64_t num_tasks, int64_t heads,     \
+        const int32_t* block_table, const manylora::Task* tasks, int64_t num_tasks, int64_t heads,                           \
         int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {                                        \
         const manylora::Heads<T> queries{q, q_row, q_head, heads * group, head_dim};                                       \
         const manylora::Heads<T> keys{queries.at(0, heads * group), q_row, q_head, heads, head_dim};                       \
         const manylora::Heads<T> values{keys.at(0, heads), q_row, q_head, heads, head_dim};                                \
         manylora::place<T>({queries, keys, values, q_norm, k_norm, eps, cos, sin, slots, rows}, *pages);                   \
-        return manylora::attention<T>({queries, *pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, \
+        return manylora::attention<T>({queries, *pages, block_table, tasks, num_tasks, heads, group, head_dim, \
                                    scale, window, out});                                                               \
     }
 MANYLORA_ATTEND(float32, float)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
-from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.attention_batch import AttentionBatch, cut
 from manylora.kernels.checks import expect
 from manylora.kernels.kv_layer import KvLayer
 from manylora.kernels.native.library import native_function
@@ -18,7 +18,7 @@ from manylora.kernels.plain.rows import check_kv_write, check_rope
 
 TASK_ROWS = 128
 """Query rows that are computed together, times the heads of a KV group."""
-ARGUMENTS = "iiiiiifiiiiiiiiiiifii"
+ARGUMENTS = "iiiiiifiiiiiiiiiifii"
 """Types of the arguments of `attend` in C++, as `native_function` takes them."""
 
 
@@ -33,35 +33,10 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
         MemoryError: No memory is left.
     """
     check_operands(q, kv, batch)
-    tasks = _tasks(batch, q.shape[1], kv.k.shape[1])
     out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
-    heads = kv.k.shape[1]
-    group = q.shape[1] // kv.k.shape[1]
-    is_short = native_function("attend", q.dtype, ARGUMENTS, ctypes.c_bool)(
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        # No rows are normed, rotated and stored.
-        0,
-        0,
-        0,
-        0.0,
-        0,
-        0,
-        0,
-        kv.address,
-        batch.block_table.data_ptr(),
-        batch.block_table.shape[1],
-        tasks.ctypes.data,
-        len(tasks),
-        heads,
-        group,
-        q.shape[2],
-        scale,
-        kv.window or 0,
-        out.data_ptr(),
-    )
-    _expect_memory(is_short)
+    # No rows are normed, rotated and stored.
+    projection = (q.data_ptr(), q.stride(0), q.stride(1), 0, 0, 0, 0.0, 0, 0, 0)
+    _run(projection, kv, batch, _tasks(batch, q, kv), q.shape[1], scale, out)
     return out
 
 
@@ -112,14 +87,14 @@ def attend(
         check_kv_write(k, v, kv, slot_mapping)
         check_operands(q, kv, batch)
         expect("slot_mapping", slot_mapping, (len(qkv),), torch.int64)
-        return _tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim))
+        return _tasks(batch, q, kv), qkv.new_zeros((len(qkv), num_heads * head_dim))
 
     prepared: tuple[np.ndarray, Tensor] = batch.keep(key, prepare)  # shared by the layers of a step
     tasks, out = prepared
     q_norm, k_norm, eps = (
         (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
     )
-    is_short = native_function("attend", qkv.dtype, ARGUMENTS, ctypes.c_bool)(
+    projection = (
         qkv.data_ptr(),
         qkv.shape[1],
         head_dim,
@@ -130,9 +105,25 @@ def attend(
         cos.data_ptr(),
         sin.data_ptr(),
         slot_mapping.data_ptr(),
+    )
+    _run(projection, kv, batch, tasks, num_heads, scale, out)
+    return out
+
+
+def _run(
+    projection: tuple[float, ...],
+    kv: KvLayer,
+    batch: AttentionBatch,
+    tasks: np.ndarray,
+    num_heads: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    _, heads, _, head_dim = kv.k.shape
+    is_short = native_function("attend", out.dtype, ARGUMENTS, ctypes.c_bool)(
+        *projection,
         kv.address,
         batch.block_table.data_ptr(),
-        batch.block_table.shape[1],
         tasks.ctypes.data,
         len(tasks),
         heads,
@@ -142,32 +133,16 @@ def attend(
         kv.window or 0,
         out.data_ptr(),
     )
-    _expect_memory(is_short)
-    return out
-
-
-def _expect_memory(is_short: bool) -> None:
     if is_short:
         raise MemoryError(
             "no memory is left for attention; set memory.gib or memory.host_gib to less"
         )
 
 
-def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys of the first row."""
-    batch.expect_lists()
-    most = max(1, TASK_ROWS * num_kv_heads // num_heads)
-    tasks = []
-    row = 0
-    for request, (rows, context) in enumerate(
-        zip(batch.query_lens, batch.context_lens_host, strict=True)
-    ):
-        if context:
-            first = context - rows + 1
-            tasks += [
-                (request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)
-            ]
-        row += rows
+def _tasks(batch: AttentionBatch, q: Tensor, kv: KvLayer) -> np.ndarray:
+    """Runs of at most `TASK_ROWS` rows of all heads of a KV group, [n, 4] int32."""
+    batch.expect_runs()
+    tasks = cut(batch.runs, max(1, TASK_ROWS * kv.k.shape[1] // q.shape[1])).T
     # The most expensive tasks come first, so that no thread ends with one of them.
-    tasks.sort(key=lambda task: -task[2] * task[3])
-    return np.array(tasks, dtype=np.int32).reshape(-1, 4)
+    work = tasks[:, 1].astype(np.int64) * (tasks[:, 2] + 1)
+    return np.ascontiguousarray(tasks[np.argsort(-work, kind="stable")])

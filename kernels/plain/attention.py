@@ -1,22 +1,22 @@
 """Paged attention on the CPU with torch operators.
 
-The first layer of a step plans which rows of the arena to gather, the masks, and the buckets of items. The batch keeps
-the plan for the other layers. The heads of a KV group are query rows of one batched product, so keys are read once per
-group. Items are computed in buckets of similar length. A chunk is computed in blocks of query rows, which bounds the
-memory for scores and skips most masked positions. Keys and values are gathered token by token, and nothing beyond a
-request's context is read: padding reads a token of the request itself and is masked.
+Keys and values are gathered token by token, for one chunk of a prompt or for a bucket of items of similar length. The
+heads of a KV group are query rows of one batched product, so keys are read once per group. A chunk is computed in
+blocks of query rows, which bounds the memory for scores and skips most masked positions. Nothing beyond a request's
+context is read: padding reads a token of the request itself and is masked. The first layer of a step plans all this,
+and the batch keeps the plan for the other layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.attention_batch import AttentionBatch, PromptChunk
+from manylora.kernels.attention_batch import MAX_ITEM_ROWS, AttentionBatch, cut, item_runs
 from manylora.kernels.checks import expect, expect_that
 from manylora.kernels.kv_layer import KvLayer, dequantise
 
@@ -30,67 +30,51 @@ BUCKET_BYTES = 1 << 22
 """Largest memory of the keys that a bucket gathers."""
 
 
-Steps = tuple[int, ...]
-"""Distances from one page, head and token to the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Places of the keys of some tokens and heads, counted from the layer's first place. Values have equal places."""
-
-    rows: Tensor
-    """[n], int64, in rows of D elements."""
-    scales: Tensor | None
-    """[n], int64, in scales; None without scales."""
-
-
-@dataclass(frozen=True, slots=True)
-class ItemBucket:
-    """Items of similar length, computed together."""
-
-    rows: Tensor | slice
-    """Their query rows."""
-    places: Places
-    """[n * Hkv * L] of their keys, padded with those of their first token."""
-    mask: Tensor | None
-    """[n * Hkv, 1, L], dtype of the queries, added to the scores; None where all lengths are equal."""
-    count: int
-    length: int
-
-
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Consecutive query rows of a chunk."""
+    """Query rows that are computed together: the same number of each run of a gather."""
 
-    rows: slice
-    """Rows of the batch."""
+    rows: Tensor | slice
     keys: slice
-    """The gathered keys of the chunk that the block sees."""
-    mask: Tensor
-    """[rows, m], dtype of the queries, added to the scores of the last m keys; all rows see the keys before them."""
+    """The gathered keys of each run that the block sees."""
+    mask: Tensor | None
+    """[runs, 1, rows of a run, 1, m], dtype of the queries, added to the scores of the last m keys; all rows see the
+    keys before them. None adds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Keys and values of some runs, each padded to the same length with those of its first token."""
+
+    count: int
+    """Number of runs."""
+    length: int
+    places: Tensor
+    """[count * Hkv * length], int64, in rows of D elements from the layer's first. Values have equal places."""
+    scale_places: Tensor | None
+    """Places in scales; None without scales."""
+    blocks: tuple[QueryBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
     """The part of a step that its layers share."""
 
-    buckets: tuple[ItemBucket, ...]
-    chunks: tuple[tuple[Places, tuple[QueryBlock, ...]], ...]
-    """For each prompt chunk, the places to gather, [Hkv * L], and its blocks of query rows."""
+    gathers: tuple[Gather, ...]
     num_arena_rows: int
     """Rows of D elements from a layer's first to its last."""
     num_scales: int
     """Scales from a layer's first to its last; 0 without scales."""
-    gathered: tuple[Tensor, Tensor]
-    """Room for the keys and values of the largest bucket or chunk, [rows, D], used by one layer after the other."""
+    room: tuple[Tensor, Tensor]
+    """Room for the keys and values of the largest gather, [rows, D], used by one layer after the other."""
 
 
 def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages (PagedAttention, arXiv:2309.06180).
 
     Semantics:
-        for request r, query row i of its n, at position p = context_lens[r] - n + i, head h of KV group g:
-            keys = positions max(0, p - kv.window + 1) to p of request r, through its block table
+        for run r, its query row i, at position p = runs[2, r] + i, head h of KV group g:
+            keys = positions max(0, p - kv.window + 1) to p, in the pages of run r
             scores = scale * q[row, h] @ k[keys, g].T
             out[row, h] = softmax(scores) @ v[keys, g]
 
@@ -122,27 +106,19 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float)
         pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (kv.k, kv.v)
     ]
     scales = [each.as_strided((plan.num_scales,), (1,)) for each in kv.scales or ()]
-
-    def gather(places: Places) -> list[Tensor]:
-        count = len(places.rows)
+    for gather in plan.gathers:
         found = [
-            torch.index_select(each, 0, places.rows, out=room[:count])
-            for each, room in zip(rows, plan.gathered, strict=True)
+            torch.index_select(each, 0, gather.places, out=room[: len(gather.places)])
+            for each, room in zip(rows, plan.room, strict=True)
         ]
-        if places.scales is None:
-            return found
-        return [
-            dequantise(each, of_all[places.scales], q.dtype)
-            for each, of_all in zip(found, scales, strict=True)
-        ]
-
-    for bucket in plan.buckets:
-        k, v = gather(bucket.places)
-        _attend_items(q, k, v, bucket, heads, scale, out)
-    for places, blocks in plan.chunks:
-        k, v = (gathered.view(heads, -1, head_dim) for gathered in gather(places))
-        for block in blocks:
-            _attend_chunk(q, k, v, block, heads, scale, out)
+        if gather.scale_places is not None:
+            found = [
+                dequantise(each, of_all[gather.scale_places], q.dtype)
+                for each, of_all in zip(found, scales, strict=True)
+            ]
+        k, v = (each.view(gather.count * heads, gather.length, head_dim) for each in found)
+        for block in gather.blocks:
+            _attend(q, k[:, block.keys], v[:, block.keys], block, gather.count, scale, out)
     return out
 
 
@@ -151,55 +127,25 @@ def plan_key(q: Tensor, kv: KvLayer) -> tuple[object, ...]:
     return "cpu", q.shape, q.dtype, q.device, kv.kind
 
 
-def _attend_items(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bucket: ItemBucket,
-    heads: int,
-    scale: float,
-    out: Tensor,
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, block: QueryBlock, count: int, scale: float, out: Tensor
 ) -> None:
-    num_heads, head_dim = q.shape[1:]
-    count = bucket.count
-    length = bucket.length
-    group = num_heads // heads
-    queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
-    k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
+    """Compute the rows of a block over its keys and values, [count * Hkv, L, D]."""
+    queries = q[block.rows] if isinstance(block.rows, slice) else q.index_select(0, block.rows)
+    heads = len(k) // count
+    shape = (count, len(queries) // count, heads, q.shape[1] // heads, q.shape[2])
+    by_head = queries.unflatten(0, shape[:2]).unflatten(2, shape[2:4]).transpose(1, 2)
     scores = _scores(
-        queries.reshape(count * heads, group, head_dim), k, scale
-    )  # [n * Hkv, group, L]
-    if bucket.mask is not None:
-        scores += bucket.mask
-    result = _weighted(scores, v).view(count, num_heads, head_dim)
-    if isinstance(bucket.rows, slice):
-        out[bucket.rows] = result
+        by_head.reshape(len(k), -1, q.shape[2]), k, scale
+    )  # [n * Hkv, rows * group, L]
+    if block.mask is not None:
+        masked = scores[..., scores.shape[2] - block.mask.shape[4] :]
+        masked.unflatten(1, (shape[1], shape[3])).unflatten(0, (count, heads)).add_(block.mask)
+    result = _weighted(scores, v).view(count, heads, shape[1], shape[3], shape[4]).transpose(1, 2)
+    if isinstance(block.rows, slice):
+        out[block.rows].view(shape).copy_(result)
     else:
-        out.index_copy_(0, bucket.rows, result)
-
-
-def _attend_chunk(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block: QueryBlock,
-    heads: int,
-    scale: float,
-    out: Tensor,
-) -> None:
-    num_heads, head_dim = q.shape[1:]
-    group = num_heads // heads
-    queries = q[block.rows].unflatten(1, (heads, group)).transpose(0, 1)  # [Hkv, rows, group, D]
-    count = queries.shape[1]
-    k = keys[:, block.keys]  # [Hkv, L, D]
-    v = values[:, block.keys]
-    scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale)
-    # [Hkv, rows, group, m] against [rows, 1, m]
-    scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += (
-        block.mask.unsqueeze(1)
-    )
-    result = _weighted(scores, v).view(heads, count, group, head_dim)
-    out[block.rows].view(count, heads, group, head_dim).copy_(result.transpose(0, 1))
+        out.index_copy_(0, block.rows, result.reshape(queries.shape))
 
 
 def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -227,9 +173,8 @@ def _is_dear(operand: Tensor) -> bool:
 
 def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
     check_operands(q, kv, batch)
-    batch.expect_lists()
+    batch.expect_runs()
     head_dim = q.shape[2]
-    window = kv.window
     strides = kv.strides[:3]
     expect_that(
         "k_pages",
@@ -237,139 +182,107 @@ def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
         f"strides in multiples of {head_dim}",
         strides,
     )
-    steps = tuple(stride // head_dim for stride in strides)
-    scale_steps = None if kv.scales is None else kv.scales[0].stride()
-    heads = kv.k.shape[1]
-    bucket_tokens = BUCKET_BYTES // (heads * head_dim * q.element_size())
-
-    def find(requests: np.ndarray, positions: np.ndarray) -> Places:
-        return Places(
-            torch.from_numpy(_places(batch, requests, positions, heads, steps)),
-            None
-            if scale_steps is None
-            else torch.from_numpy(_places(batch, requests, positions, heads, scale_steps)),
-        )
-
-    buckets = tuple(
-        _bucket(batch, members, heads, find, window, q.dtype)
-        for members in _group(batch, window, bucket_tokens)
+    steps = [stride // head_dim for stride in strides]
+    scale_steps = [] if kv.scales is None else list(kv.scales[0].stride())
+    bucket_tokens = BUCKET_BYTES // (kv.k.shape[1] * head_dim * q.element_size())
+    groups = [
+        *_buckets(item_runs(batch.runs), kv.window, bucket_tokens),
+        *(run[:, None] for run in batch.runs.T if run[1] > MAX_ITEM_ROWS),
+    ]
+    gathers = tuple(
+        _gather(group.astype(np.int64), batch, kv, steps, scale_steps, q.dtype) for group in groups
     )
-    chunks = tuple(_chunk(chunk, find, window, q.dtype) for chunk in batch.chunks)
-    largest = max(
-        [
-            0,
-            *(len(bucket.places.rows) for bucket in buckets),
-            *(len(places.rows) for places, _ in chunks),
-        ]
-    )
+    largest = max((len(gather.places) for gather in gathers), default=0)
     return GatherPlan(
-        buckets=buckets,
-        chunks=chunks,
+        gathers=gathers,
         num_arena_rows=_extent(kv.k.shape, steps),
-        num_scales=0 if scale_steps is None else _extent(kv.k.shape, scale_steps),
-        gathered=(kv.k.new_empty((largest, head_dim)), kv.k.new_empty((largest, head_dim))),
+        num_scales=_extent(kv.k.shape, scale_steps) if scale_steps else 0,
+        room=(kv.k.new_empty((largest, head_dim)), kv.k.new_empty((largest, head_dim))),
     )
 
 
-def _extent(shape: torch.Size, steps: Steps) -> int:
+def _extent(shape: torch.Size, steps: list[int]) -> int:
     """Places from a layer's first to its last."""
     return 1 + sum((extent - 1) * step for extent, step in zip(shape[:3], steps, strict=True))
 
 
-def _group(batch: AttentionBatch, window: int | None, max_tokens: int) -> list[np.ndarray]:
-    """Indices of the items of each bucket, the longest first. A bucket ends where padding costs more than a new one."""
-    lens = batch.items_host[2] if window is None else np.minimum(batch.items_host[2], window)
+def _buckets(items: np.ndarray, window: int | None, max_tokens: int) -> Iterator[np.ndarray]:
+    """Items of similar length, the longest first. A bucket ends where padding costs more than a new one."""
+    lens = items[2] + 1 if window is None else np.minimum(items[2] + 1, window)
     order = np.argsort(-lens, kind="stable")
-    order = order[lens[order] > 0]
-    groups: list[np.ndarray] = []
     start = waste = 0
     for place, length in enumerate(lens[order].tolist()):
         longest = int(lens[order[start]])
         waste += longest - length
         if waste > BUCKET_WASTE_TOKENS or (place + 1 - start) * longest > max(max_tokens, longest):
-            groups.append(np.sort(order[start:place]))
+            yield items[:, np.sort(order[start:place])]
             start = place
             waste = 0
-    if start < len(order):
-        groups.append(np.sort(order[start:]))
-    return groups
+    if len(order):
+        yield items[:, np.sort(order[start:])]
 
 
-def _bucket(
+def _gather(
+    runs: np.ndarray,
     batch: AttentionBatch,
-    members: np.ndarray,
-    heads: int,
-    find: Callable[[np.ndarray, np.ndarray], Places],
-    window: int | None,
+    kv: KvLayer,
+    steps: list[int],
+    scale_steps: list[int],
     dtype: torch.dtype,
-) -> ItemBucket:
-    rows, requests, ends = batch.items_host[:, members].astype(np.int64)
-    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    lens = ends - starts
-    length = int(lens.max())
-    positions = starts[:, None] + np.arange(length)  # [n, L]
-    live = positions < ends[:, None]
-    positions = np.where(live, positions, starts[:, None])
-    mask = None
-    if not live.all():
-        mask = _added(~live, dtype).repeat_interleave(heads, 0).unsqueeze(1)
-    count = len(members)
-    consecutive = int(rows[-1] - rows[0]) == count - 1
-    return ItemBucket(
-        rows=slice(int(rows[0]), int(rows[0]) + count) if consecutive else torch.from_numpy(rows),
-        places=find(requests[:, None], positions),
-        mask=mask,
-        count=count,
+) -> Gather:
+    """Plan the gather of one chunk, or of a bucket of items."""
+    _, counts, firsts, tables = runs
+    ends = firsts + counts
+    begins = np.zeros_like(firsts) if kv.window is None else np.maximum(firsts + 1 - kv.window, 0)
+    length = int((ends - begins).max())
+    positions = begins[:, None] + np.arange(length)  # [n, L]
+    positions = np.where(positions < ends[:, None], positions, begins[:, None])
+    pages = batch.block_table.numpy()[tables[:, None] + positions // batch.page_tokens]
+    pages = pages.astype(np.int64)
+
+    def places(steps: list[int]) -> Tensor:
+        page_step, head_step, token_step = steps
+        found = pages * page_step + positions % batch.page_tokens * token_step
+        of_heads = found[:, None] + (np.arange(kv.k.shape[1]) * head_step)[:, None]
+        return torch.from_numpy(of_heads.reshape(-1))
+
+    blocks = (
+        _block(piece, begins, kv.window, dtype)
+        for piece in ([runs] if len(counts) > 1 else cut(runs, QUERY_ROWS).T[:, :, None])
+    )
+    return Gather(
+        count=len(counts),
         length=length,
+        places=places(steps),
+        scale_places=places(scale_steps) if scale_steps else None,
+        blocks=tuple(blocks),
     )
 
 
-def _chunk(
-    chunk: PromptChunk,
-    find: Callable[[np.ndarray, np.ndarray], Places],
-    window: int | None,
-    dtype: torch.dtype,
-) -> tuple[Places, tuple[QueryBlock, ...]]:
-    start = 0 if window is None else max(0, chunk.context_len - chunk.query_len - window + 1)
-    positions = np.arange(start, chunk.context_len)
-    firsts = range(0, chunk.query_len, QUERY_ROWS)
-    blocks = tuple(_query_block(chunk, first, start, window, dtype) for first in firsts)
-    return find(np.full((1, 1), chunk.request), positions[None]), blocks
-
-
-def _query_block(
-    chunk: PromptChunk, first: int, start: int, window: int | None, dtype: torch.dtype
+def _block(
+    runs: np.ndarray, begins: np.ndarray, window: int | None, dtype: torch.dtype
 ) -> QueryBlock:
-    """Rows from `first` on of a chunk whose gathered keys begin at position `start`."""
-    stop = min(first + QUERY_ROWS, chunk.query_len)
-    queries = np.arange(first, stop) + chunk.context_len - chunk.query_len
-    end = int(queries[-1]) + 1
-    begin = start if window is None else max(start, int(queries[0]) - window + 1)
-    positions = np.arange(int(queries[0]) if window is None else begin, end)
-    hidden = positions > queries[:, None]
+    """Plan a block of runs with equal numbers of rows, whose gathered keys begin at these positions."""
+    rows = (runs[0][:, None] + np.arange(runs[1, 0])).reshape(-1)
+    last_seen = runs[2][:, None] + np.arange(runs[1, 0])  # [n, rows]
+    end = int((last_seen[:, -1] - begins).max()) + 1
+    begin = 0 if window is None else max(int((last_seen[:, 0] - begins).min()) - window + 1, 0)
+    positions = begins[:, None, None] + np.arange(begin, end)  # [n, 1, L]
+    is_hidden = positions > last_seen[:, :, None]
     if window is not None:
-        hidden |= positions <= queries[:, None] - window
+        is_hidden |= positions <= last_seen[:, :, None] - window
+    masked = np.flatnonzero(is_hidden.any((0, 1)))
+    mask = None
+    if len(masked):
+        hidden = is_hidden[:, None, :, None, masked[0] :]
+        mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
+    first = int(rows[0])
+    is_slice = int(rows[-1]) - first == len(rows) - 1
     return QueryBlock(
-        rows=slice(chunk.row + first, chunk.row + stop),
-        keys=slice(begin - start, end - start),
-        mask=_added(hidden, dtype),
+        rows=slice(first, first + len(rows)) if is_slice else torch.from_numpy(rows),
+        keys=slice(begin, end),
+        mask=mask,
     )
-
-
-def _added(hidden: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores: -inf for hidden positions, 0 for others."""
-    return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
-
-
-def _places(
-    batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: Steps
-) -> np.ndarray:
-    """Places in a layer of [n, L] positions and all heads, with these distances: [n * Hkv * L], int64."""
-    page_step, head_step, token_step = steps
-    pages = batch.block_table.numpy()[requests, positions // batch.page_tokens].astype(np.int64)
-    places = pages * page_step + positions % batch.page_tokens * token_step
-    of_heads: np.ndarray = places[:, None] + (np.arange(heads) * head_step)[:, None]
-    return of_heads.reshape(-1)
 
 
 def check_operands(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> None:

@@ -19,7 +19,7 @@ from manylora.kernels.sampling import (
     NON_FINITE,
     NOTHING_LEFT,
     NUM_COLUMNS,
-    SamplingColumns,
+    sampling_rows,
 )
 
 BLOCK = 128
@@ -55,7 +55,7 @@ class BlockedRow:
         return values.topk(k, sorted=False).values.amin()
 
 
-def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
     """Choose one token per row.
 
     Semantics, for each row with uniform u:
@@ -71,7 +71,7 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
 
     Args:
         logits: [B, V], float32. Penalties and biases are applied already.
-        columns: Parameters and draw of each row.
+        columns: [NUM_COLUMNS, B], int32, contiguous: parameters and draw of each row, as `sampling_words` makes them.
         out: [B], int32, contiguous: where the tokens go; None makes one.
 
     Returns:
@@ -92,7 +92,7 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
     likeliest = block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
     failures = torch.where(top == -torch.inf, NOTHING_LEFT, NON_FINITE)
     tokens.copy_(torch.where(top.abs() < MAX_LOGIT, likeliest, failures))
-    for row, (token, how) in enumerate(zip(tokens.tolist(), columns.rows(), strict=True)):
+    for row, (token, how) in enumerate(zip(tokens.tolist(), sampling_rows(columns), strict=True)):
         if token >= 0 and how.temperature > 0:
             tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *how)
     return tokens
@@ -267,7 +267,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> int:
     )
 
 
-def check_operands(logits: Tensor, columns: SamplingColumns, out: Tensor | None) -> None:
+def check_operands(logits: Tensor, columns: Tensor, out: Tensor | None) -> None:
     """Check the operands of `sample`.
 
     Raises:
@@ -275,9 +275,7 @@ def check_operands(logits: Tensor, columns: SamplingColumns, out: Tensor | None)
     """
     expect("logits", logits, (None, None), torch.float32)
     expect_that("logits", logits.shape[1] > 0, "a vocabulary", logits.shape)
-    expect("columns", columns.words, (NUM_COLUMNS, len(logits)), torch.int32, logits.device)
-    expect_that(
-        "columns", columns.words.is_contiguous(), "contiguous elements", columns.words.stride()
-    )
+    expect("columns", columns, (NUM_COLUMNS, len(logits)), torch.int32, logits.device)
+    expect_that("columns", columns.is_contiguous(), "contiguous elements", columns.stride())
     if out is not None:
         expect("out", out, logits.shape[:1], torch.int32, logits.device)

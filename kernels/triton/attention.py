@@ -294,12 +294,15 @@ def chunk_kernel(
         k_scales += kv_head * scale_head_stride
         v_scales += kv_head * scale_head_stride
     # All rows see the blocks from `full` to `diagonal`.
-    full = first * 0
+    begin = first * 0
+    full = begin
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         full = tl.maximum(last - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, full)
+    borders = begin, full, diagonal, last
+    for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
         top, total, acc = attend(
             query,
             top,
@@ -310,8 +313,8 @@ def chunk_kernel(
             k_scales,
             v_scales,
             table,
-            begin,
-            full,
+            borders[part],
+            borders[part + 1],
             last,
             position,
             factor,
@@ -322,62 +325,10 @@ def chunk_kernel(
             BLOCK_D,
             PAGE_TOKENS,
             BLOCK_N,
-            WINDOW,
-            True,
+            0 if part == 1 else WINDOW,
+            part != 1,
             INTERPRET,
         )
-    top, total, acc = attend(
-        query,
-        top,
-        total,
-        acc,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        table,
-        full,
-        diagonal,
-        last,
-        position,
-        factor,
-        page_stride,
-        token_stride,
-        scale_page_stride,
-        D,
-        BLOCK_D,
-        PAGE_TOKENS,
-        BLOCK_N,
-        0,
-        False,
-        INTERPRET,
-    )
-    top, total, acc = attend(
-        query,
-        top,
-        total,
-        acc,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        table,
-        diagonal,
-        last,
-        last,
-        position,
-        factor,
-        page_stride,
-        token_stride,
-        scale_page_stride,
-        D,
-        BLOCK_D,
-        PAGE_TOKENS,
-        BLOCK_N,
-        WINDOW,
-        True,
-        INTERPRET,
-    )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = out + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=live)

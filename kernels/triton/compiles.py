@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -21,38 +18,31 @@ logger = logging.getLogger(__name__)
 class CompileWatch:
     """Counts compilations by kernel and logs each, from `begin` to `end`. Thread: any may compile.
 
-    Triton has one place for each hook. The hook that stood there before is called too, so watches may overlap.
-
-    Args:
-        clock: The time in seconds.
+    Triton has one place for the hook. The hook that stood there before is called too, so watches may overlap.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """Compilations since `begin`, by the kernel's name."""
-        self._clock = clock
-        self._started_s = threading.local()
         self._runtime: Any = None
-        """Triton's object with the hooks; None while this does not watch."""
-        self._hooks_before: tuple[Any, Any] = (None, None)
+        """Triton's object with the hook; None while this does not watch."""
+        self._hook_before: Any = None
 
     def begin(self) -> CompileWatch:
         """Watch from now on; returns itself. Does nothing where Triton was not imported, as on a CPU."""
         triton = sys.modules.get("triton")
         if triton is not None and self._runtime is None:
-            runtime = self._runtime = triton.knobs.runtime
-            self._hooks_before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-            runtime.jit_cache_hook = self._started
-            runtime.jit_post_compile_hook = self._compiled
+            self._runtime = triton.knobs.runtime
+            self._hook_before = self._runtime.jit_post_compile_hook
+            self._runtime.jit_post_compile_hook = self._compiled
         return self
 
     def end(self) -> None:
         """Stop watching; the counts stay."""
         runtime, self._runtime = self._runtime, None
-        if (
-            runtime is not None and runtime.jit_cache_hook == self._started
-        ):  # else a later watch still calls this one, which hands on
-            runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._hooks_before
+        # If a later watch has the place, it still calls this one, which hands on.
+        if runtime is not None and runtime.jit_post_compile_hook == self._compiled:
+            runtime.jit_post_compile_hook = self._hook_before
 
     def __enter__(self) -> CompileWatch:
         return self.begin()
@@ -60,27 +50,17 @@ class CompileWatch:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def _started(self, **of_kernel: Any) -> bool | None:
-        """Hook before a compilation. A true result would end the compilation."""
-        before = self._hooks_before[0]
-        answer: bool | None = before(**of_kernel) if before else None
-        self._started_s.value = self._clock()
-        return answer
-
     def _compiled(self, **of_kernel: Any) -> None:
         if self._runtime is not None:
-            now_s = self._clock()
-            seconds = now_s - getattr(self._started_s, "value", now_s)
             kernel = of_kernel["fn"]
             self.counts[kernel.name] += 1
             logger.warning(
-                "a kernel was compiled while requests are served: %s(%s) took %.0f ms",
+                "a kernel was compiled while requests are served: %s(%s)",
                 kernel.name,
                 _variant(kernel.jit_function.arg_names, of_kernel["compile"]),
-                seconds * 1e3,
             )
-        if self._hooks_before[1]:
-            self._hooks_before[1](**of_kernel)
+        if self._hook_before:
+            self._hook_before(**of_kernel)
 
 
 def _variant(names: list[str], compiled: dict[str, Any]) -> str:

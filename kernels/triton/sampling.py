@@ -22,7 +22,6 @@ from torch import Tensor
 from manylora.kernels import sampling
 from manylora.kernels.checks import expect_that
 from manylora.kernels.plain.sampling import check_masks, check_operands, chosen_logprobs
-from manylora.kernels.sampling import SamplingColumns
 from manylora.kernels.triton.sgmv import INTERPRET
 
 MAX_LOGIT = tl.constexpr(sampling.MAX_LOGIT)
@@ -285,7 +284,7 @@ def _counters(device: torch.device, num_rows: int) -> Tensor:
     return torch.zeros((num_rows, 2), dtype=torch.int32, device=device)
 
 
-def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
     """Choose one token per row.
 
     Semantics, arguments and result: `manylora.kernels.plain.sampling.sample`. Calls on one device must not overlap.
@@ -307,7 +306,7 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
     masses = logits.new_empty(grid, dtype=torch.int64)
     kept = (tokens, state, counters)
     shape = (vocab_size, logits.stride(0))
-    operands = (logits, columns.words, *kept)
+    operands = (logits, columns, *kept)
     sizes = {"CHUNKS": triton.next_power_of_2(grid[1]), "num_warps": WARPS}
     stats_kernel[grid](logits, *kept, partials, *shape, **sizes)
     for is_mass in (False, True):

@@ -287,7 +287,7 @@ async def _stored_item(
     services: Services, caller: Caller, selector: str, capacity: Capacity
 ) -> schemas.AdapterFitItem:
     try:
-        model = await services.versions.names.resolve(caller.tenant_id, selector)
+        model = await services.models.resolve(caller.tenant_id, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter = model.adapter

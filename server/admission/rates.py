@@ -15,10 +15,10 @@ from starlette.requests import Request
 from manylora.registry.db.clock import month_of
 from manylora.registry.limits import Limits
 from manylora.server.auth.callers import Caller, CallerDependency, TenantQuery
+from manylora.server.core_services import CoreServices, core_services_of
 from manylora.server.hop import is_probe
 from manylora.server.limits.accounts import Holder, LimitedAccount
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.services import Services, services_of
 
 
 def reservation_of(request: Request) -> LimitReservation:
@@ -27,7 +27,7 @@ def reservation_of(request: Request) -> LimitReservation:
 
 
 async def accounts_of(
-    services: Services, caller: Caller, *, with_month: bool = False
+    services: CoreServices, caller: Caller, *, with_month: bool = False
 ) -> list[LimitedAccount]:
     """The accounts of tenant and key, with their limits.
 
@@ -46,7 +46,7 @@ async def accounts_of(
         limits = (
             identity.tenant_limits
             if is_own
-            else await services.registry.tenants.tenant_limits(caller.tenant_id)
+            else await services.tenants.tenant_limits(caller.tenant_id)
         )
         held.append(("tenant", caller.tenant_id, limits))
     if identity.key_id is not None:
@@ -58,15 +58,14 @@ async def accounts_of(
             LimitedAccount(holder, name, services.limits.accounts.of(name, now_s), limits)
             for holder, name, limits in held
         ]
-        usage = services.registry.usage
         if not await services.limits.accounts.read_months(
-            accounts, month, usage, with_month=with_month
+            accounts, month, services.ledger.month_tokens, with_month=with_month
         ):
             return accounts
 
 
 async def admit(
-    services: Services,
+    services: CoreServices,
     caller: Caller,
     reservation: LimitReservation,
     tokens: int,
@@ -76,7 +75,7 @@ async def admit(
 ) -> None:
     """Count one request of the caller as `LimitReservation.admit` does; raises like `Admitted`."""
     if tokens:  # its usage will have to be recorded
-        services.registry.usage.check()
+        services.ledger.check()
     accounts = await accounts_of(services, caller)
     await services.limits.accounts.secure(accounts, requests=1, tokens=max(tokens, 1))
     reservation.admit(accounts, services.clock.monotonic, on_refusal, tokens, is_counted=is_counted)
@@ -100,7 +99,7 @@ class Admitted(CallerDependency):
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
-        services = services_of(request)
+        services = core_services_of(request)
         caller = await super().__call__(request, tenant)
         await admit(
             services,

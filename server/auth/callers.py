@@ -11,7 +11,7 @@ from starlette.requests import Request
 from manylora.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from manylora.registry.names import no_such
 from manylora.registry.records import Identity, Scope
-from manylora.server.services import Services, services_of
+from manylora.server.core_services import CoreServices, core_services_of
 
 DEFAULT_TENANT = "default"
 """Whose all requests are that name no tenant while authentication is off."""
@@ -103,7 +103,7 @@ class CallerDependency:
                 tenant=identity.tenant,
                 weight=weight,
             )
-        return await for_tenant(services_of(request), identity, tenant)
+        return await for_tenant(core_services_of(request), identity, tenant)
 
 
 class ActingForTenant(CallerDependency):
@@ -129,16 +129,14 @@ class ActingForEvery(CallerDependency):
         return await super().__call__(request, tenant)
 
 
-async def for_tenant(services: Services, admin: Identity, tenant: str | None) -> Caller:
+async def for_tenant(services: CoreServices, admin: Identity, tenant: str | None) -> Caller:
     """An admin acting for the tenant of this name, or for the default one.
 
     Raises:
         NotFoundError: There is no such tenant.
     """
     chosen = (
-        services.default_tenant
-        if tenant is None
-        else await services.registry.tenants.get_tenant(tenant)
+        services.default_tenant if tenant is None else await services.tenants.get_tenant(tenant)
     )
     if chosen is None:
         return Caller(identity=admin, tenant_id=None, tenant=None)

@@ -25,8 +25,8 @@ from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.browser import check_own_page, session_token
 from manylora.server.errors import error_response
+from manylora.server.http.connection_room import TRUST
 from manylora.server.http.dashboard import is_public
-from manylora.server.http.wire import TRUST
 from manylora.server.process.threads import Acting, acting
 
 GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")

@@ -23,8 +23,8 @@ from manylora.server.admission.rates import admit
 from manylora.server.auth.callers import Caller
 from manylora.server.batches.input_lines import Line
 from manylora.server.errors import answer, error_body
+from manylora.server.generation.answer_parts import JsonObject
 from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import JsonObject
 from manylora.server.generation.routes import endpoints, whole_answer
 from manylora.server.generation.run import GenerationRun
 from manylora.server.http.json_body import validate

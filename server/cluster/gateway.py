@@ -57,7 +57,8 @@ from manylora.server.http.route_facts import error_shape
 from manylora.server.http.unknown_routes import MAX_SHOWN
 from manylora.server.process.drain import Drain, Exchange
 from manylora.server.process.threads import cancel_all
-from manylora.server.versions.names import ModelNames, ResolvedModel
+from manylora.server.versions.names import ModelNames
+from manylora.server.versions.resolved_model import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 _SAID_BY_ALL = re.compile(

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.generation import unsupported_params
-from manylora.server.generation.schemas import GenerationBody, GenerationView
-from manylora.server.generation.vllm_fields import PromptView, TokenIdsView
+from manylora.server.generation.schemas import (
+    GenerationBody,
+    GenerationView,
+    PromptView,
+    TokenIdsView,
+)
 from manylora.server.http.bodies import Body, StoredBody, View
 from manylora.server.http.wrong_value import shown
 from manylora.server.tools.schemas import (
     MAX_TOOLS,
-    TOOL_CHOICE_SCHEMA,
     Call,
+    SentToolChoice,
     Tool,
     ToolChoice,
     parse_tool_choice,
 )
 
+TEXT_ONLY = "The model reads and writes text only, and Manylora runs no tools."
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_KWARGS_LENGTH = 16 * 1024
@@ -101,27 +108,58 @@ _TEXTS = {"text": "text", "refusal": "refusal"}
 """The field with the text of a part, by its type."""
 
 
-def _content(value: object) -> str:
-    """A message's text, given as a string or as parts that have a text."""
+def kind_of(value: object, known: Collection[str], param: str, default: str = "") -> str:
+    """The type of a part, an item or a tool.
+
+    Args:
+        value: What a client sent.
+        known: The types that are taken.
+        param: Where it stands in the body.
+        default: The type of an object that has none.
+
+    Raises:
+        UnsupportedParameterError: It is another one, which the error names.
+    """
+    kind = str(value.get("type") or default) if isinstance(value, dict) else shown(value)
+    if kind not in known:
+        message = f"{param} takes the type {' or '.join(known)}, got {kind[:40]}."
+        raise UnsupportedParameterError(f"{message} {TEXT_ONLY}", param=param)
+    return kind
+
+
+def with_kinds(known: Collection[str], param: str, default: str = "") -> BeforeValidator:
+    """Checks the type of each entry of a list before all else, as `kind_of` does."""
+
+    def check(value: object) -> object:
+        for index, each in enumerate(value if isinstance(value, list) else []):
+            kind_of(each, known, f"{param}.{index}", default)
+        return value
+
+    return BeforeValidator(check)
+
+
+def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = "") -> str:
+    """The text of a content: a string, or a list of parts.
+
+    Args:
+        value: What a client sent.
+        kinds: The field with the text, by the type of a part.
+        param: Where it stands in the body.
+        between: What stands between the texts of two parts.
+
+    Raises:
+        InvalidRequestError: Not such a content.
+        UnsupportedParameterError: A part of another type.
+    """
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value:
-        texts = []
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if not isinstance(kind, str) or kind not in _TEXTS:
-                given = kind[:40] if isinstance(kind, str) else shown(part)
-                message = f"Manylora takes message parts of type text only, got {given}."
-                raise UnsupportedParameterError(message, param="messages")
-            if type(part.get(_TEXTS[kind])) is not str:
-                raise InvalidRequestError(
-                    "A text part holds type and text, a string.", param="messages"
-                )
-            texts.append(part[_TEXTS[kind]])
-        return "".join(texts)
-    raise InvalidRequestError(
-        "A message's content must be a string or a list of text parts.", param="messages"
-    )
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{param} must be a string or a list of parts.", param=param)
+    kinds_given = [kind_of(part, kinds, param) for part in value]
+    texts = [part.get(kinds[kind]) for part, kind in zip(value, kinds_given, strict=True)]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError(f"Each part of {param} must have its text.", param=param)
+    return between.join(texts)
 
 
 class TextPart(BaseModel):
@@ -131,6 +169,11 @@ class TextPart(BaseModel):
     text: str
 
 
+_Text = BeforeValidator(
+    partial(text_of, kinds=_TEXTS, param="messages"), json_schema_input_type=str | list[TextPart]
+)
+
+
 class Message(StoredBody):
     """One turn of a chat."""
 
@@ -138,7 +181,10 @@ class Message(StoredBody):
     hints = unsupported_params.MESSAGE_HINTS
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[str, _Text] = ""
+    """Null, or absent, in messages of the assistant only."""
+    refusal: str | None = None
+    """Follows the content, as a part of type refusal does."""
     name: str | None = Field(None, max_length=64)
     """The model sees it in messages of role tool only."""
     tool_calls: list[Call] = Field(default_factory=list, max_length=MAX_TOOLS)
@@ -150,28 +196,6 @@ class Message(StoredBody):
     reasoning_content: str | None = None
     """Another name of `reasoning`, which some clients use."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _explain_null(cls, message: Any) -> Any:  # noqa: ANN401 - what a client sent
-        if (
-            isinstance(message, dict)
-            and isinstance(refusal := message.get("refusal"), str)
-            and refusal
-        ):
-            content = message.get("content") or []
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            message = {**message, "content": [*parts, {"type": "refusal", "refusal": refusal}]}
-        is_call = isinstance(message, dict) and bool(message.get("tool_calls"))
-        if (
-            not isinstance(message, dict)
-            or message.get("content", None if is_call else "") is not None
-        ):
-            return message
-        if message.get("role") != "assistant" and not is_call:
-            reason = "content is null, which only an assistant's message may have. Send a text."
-            raise InvalidRequestError(reason, param="messages")
-        return {**message, "content": ""}
-
     @property
     def texts(self) -> list[str]:
         """Texts of it that the model may see."""
@@ -179,11 +203,15 @@ class Message(StoredBody):
         return [self.content, self.reasoning or "", self.reasoning_content or "", *calls]
 
     @model_validator(mode="after")
-    def _calls_and_results_have_their_role(self) -> Message:
+    def _fits_its_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
             raise InvalidRequestError(
                 "tool_calls belong to messages of role assistant.", param="messages"
             )
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            reason = "A message has no content, or null, as only the assistant's may. Send a text."
+            raise InvalidRequestError(reason, param="messages")
+        self.content += self.refusal or ""
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise InvalidRequestError(
                 "A message of role tool, and no other, has a tool_call_id.", param="messages"
@@ -267,8 +295,7 @@ class ChatBody(GenerationBody, ToolsBody):
     """Begin the answer with the last message, if that is the assistant's."""
     tool_choice: Annotated[
         ToolChoice | None,
-        BeforeValidator(parse_tool_choice),
-        WithJsonSchema(TOOL_CHOICE_SCHEMA, mode="validation"),
+        BeforeValidator(parse_tool_choice, json_schema_input_type=SentToolChoice),
     ] = None
     """The tools that may or must be called: auto where there are tools."""
     parallel_tool_calls: bool = True
@@ -321,11 +348,6 @@ class ChatBody(GenerationBody, ToolsBody):
         return (
             self.messages[-1].content if self.echo and self.messages[-1].role == "assistant" else ""
         )
-
-    @property
-    def num_characters(self) -> int:
-        """About how much there is to tokenize."""
-        return sum(map(len, self.texts))
 
     @property
     def texts(self) -> list[str]:

@@ -24,8 +24,8 @@ from manylora.server.limits.gate import Admission
 from manylora.server.process.threads import cancel_all
 
 if TYPE_CHECKING:
-    from manylora.engine.process.client import EngineClient
     from manylora.engine.text.tokenizer import Tokenizer
+    from manylora.server.core_services import Engine
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:
@@ -109,7 +109,7 @@ def choices_of(
     choices = []
     beam = body.beam
     count = body.num_candidates
-    for prompt_index, (prompt, params) in enumerate(prompts):
+    for prompt_index, prompt in enumerate(prompts.prompts):
         shown_ids = prompt.answer.shown_ids if prompt.answer is not None else NONE_SHOWN
         first = prompt_index * count
         for choice_index in range(count):
@@ -117,13 +117,13 @@ def choices_of(
             request = GenerationRequest(
                 request_id=f"{ledger_id}-{first + fork_index}",
                 prompt_token_ids=prompt.token_ids,
-                params=params,
+                params=prompts.params,
                 adapter=adapter,
                 flow=flow,
                 choice_index=fork_index,
                 fork_of=f"{ledger_id}-{first}" if fork_index else None,
                 beam=beam,
-                grammar=prompt.grammar,
+                grammar=prompts.grammar,
             )
             choices.append(
                 Choice(
@@ -131,12 +131,13 @@ def choices_of(
                     prompt_index=prompt_index,
                     prompt=prompt,
                     request=request,
-                    text=TextStream(tokenizer, params, prompt.token_ids, shown_ids),
+                    text=TextStream(tokenizer, prompts.params, prompt.token_ids, shown_ids),
                 )
             )
     return choices
 
 
+@dataclass(eq=False)
 class Generation:
     """Runs the choices and yields their steps as they come.
 
@@ -150,18 +151,13 @@ class Generation:
         admission: What the gate let in; None for work that passes around it.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        choices: Sequence[Choice],
-        may_grow: Callable[[int], bool] = lambda _: True,
-        admission: Admission | None = None,
-    ) -> None:
-        self.choices = tuple(choices)
-        self.admission = admission
-        self._engine = engine
-        self._may_grow = may_grow
-        self._num_wanted = len(choices)
+    engine: Engine
+    choices: Sequence[Choice]
+    may_grow: Callable[[int], bool] = lambda _: True
+    admission: Admission | None = None
+
+    def __post_init__(self) -> None:
+        self._num_wanted = len(self.choices)
         """Tokens of output so far, and one more of each choice that has not finished."""
         self._arrived: Inbox[ChoiceStep | BaseException | None] = Inbox()
         self._cut: BaseException | None = None
@@ -195,7 +191,7 @@ class Generation:
         """
         for request_id, pump in self._pumps.items():
             if not pump.done():
-                self._engine.abort(request_id)
+                self.engine.abort(request_id)
         await asyncio.wait(self._pumps.values(), timeout=LAST_OUTPUT_S)
 
     async def steps(self) -> AsyncIterator[list[ChoiceStep]]:
@@ -222,7 +218,7 @@ class Generation:
         if self._cut is not None:
             return  # before the engine was asked
         has_started = False
-        async with aclosing(self._engine.generate(choices[0].request)) as outputs:
+        async with aclosing(self.engine.generate(choices[0].request)) as outputs:
             async for output in outputs:
                 own = list(zip(choices, output.hypotheses or [output], strict=False))
                 for choice, part in own:
@@ -275,7 +271,7 @@ class Generation:
     def _within_limits(self, output: RequestOutput) -> RequestOutput:
         """The output. It is the last of its choice if one more token per choice would exceed the limits."""
         self._num_wanted += len(output.token_ids)
-        is_fine = output.finish_reason is not None or self._may_grow(self._num_wanted)
+        is_fine = output.finish_reason is not None or self.may_grow(self._num_wanted)
         return output if is_fine else replace(output, finish_reason="length")
 
     def _note_failure(self, pump: asyncio.Task[None]) -> None:

@@ -13,24 +13,26 @@ has computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import structlog
 
 from manylora.engine.request import AdapterState
 from manylora.errors import ManyloraError
 from manylora.registry.records import UsageEvent
+from manylora.server.core_services import CoreServices
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
 from manylora.server.hop import Counts
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.services import Services
-from manylora.server.versions.names import ResolvedModel
+from manylora.server.versions.resolved_model import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128
 MARK_S = 1.0
 
 
+@dataclass(eq=False)
 class Meter:
     """Counts the tokens of one HTTP request, and records its usage event.
 
@@ -42,21 +44,14 @@ class Meter:
         is_interactive: False for a line of a batch, whose times no metric has.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        reservation: LimitReservation,
-        model: ResolvedModel,
-        event: Callable[..., UsageEvent],
-        *,
-        is_interactive: bool,
-    ) -> None:
-        self._services = services
-        self._reservation = reservation
-        self._model = model
-        self._make_event = event
-        self._is_interactive = is_interactive
-        self._started_s = reservation.admitted_s
+    services: CoreServices
+    reservation: LimitReservation
+    model: ResolvedModel
+    event: Callable[..., UsageEvent]
+    is_interactive: bool
+
+    def __post_init__(self) -> None:
+        self._started_s = self.reservation.admitted_s
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens = 0
         self._tokens: dict[int, int] = {}
@@ -89,16 +84,16 @@ class Meter:
 
     def observe(self, step: ChoiceStep) -> None:
         """Note the times of a step, when it comes from the engine."""
-        now = self._services.clock.monotonic()
+        now = self.services.clock.monotonic()
         if self._ttft_s is None:
             self._ttft_s = now - self._started_s
             self._queue_s = step.output.queue_s
             self._adapter_state = step.output.adapter_state
-            if self._is_interactive:
-                self._services.metrics.first_token(self._ttft_s, self._queue_s)
+            if self.is_interactive:
+                self.services.metrics.first_token(self._ttft_s, self._queue_s)
         last = self._last_token_s.get(step.choice.index)
-        if last is not None and step.output.token_ids and self._is_interactive:
-            self._services.metrics.itl.observe(now - last)
+        if last is not None and step.output.token_ids and self.is_interactive:
+            self.services.metrics.itl.observe(now - last)
         self._last_token_s[step.choice.index] = now
 
     def deliver(self, step: ChoiceStep) -> None:
@@ -126,12 +121,12 @@ class Meter:
 
     def mark(self) -> None:
         """Leave a progress mark if enough was delivered since the last one."""
-        now = self._services.clock.monotonic()
+        now = self.services.clock.monotonic()
         tokens = sum(self._tokens.values())
         marked_tokens, marked_s = self._marked
         if tokens - marked_tokens >= MARK_TOKENS or now - marked_s >= MARK_S:
             self._marked = (tokens, now)
-            self._services.registry.usage.progress(self._event("interrupted"))
+            self.services.ledger.progress(self._event("interrupted"))
 
     async def finish(self, status: str) -> None:
         """Record the event; later calls do nothing.
@@ -146,7 +141,7 @@ class Meter:
         if event is None:
             return
         try:
-            await self._services.registry.usage.record(event)
+            await self.services.ledger.record(event)
         finally:
             self.settle(event)
 
@@ -159,11 +154,11 @@ class Meter:
 
     def settle(self, event: UsageEvent) -> None:
         """Count a recorded event against the limits, and in the metrics."""
-        self._reservation.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
-        adapter = self._model.adapter
-        if event.duration_s is not None and self._is_interactive:
-            self._services.metrics.whole.observe(event.duration_s)
-        self._services.metrics.request_ended(
+        self.reservation.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
+        adapter = self.model.adapter
+        if event.duration_s is not None and self.is_interactive:
+            self.services.metrics.whole.observe(event.duration_s)
+        self.services.metrics.request_ended(
             event.tenant,
             f"{adapter.tenant}/{adapter.name}" if adapter else None,
             event.status,
@@ -184,14 +179,14 @@ class Meter:
 
     def _event(self, status: str) -> UsageEvent:
         counts = self.counts()
-        return self._make_event(
-            at=self._services.clock.now(),
+        return self.event(
+            at=self.services.clock.now(),
             status=status,
             prompt_tokens=counts.prompt,
             cached_tokens=counts.cached,
             completion_tokens=counts.completion,
             queue_s=self._queue_s,
             ttft_s=self._ttft_s,
-            duration_s=self._services.clock.monotonic() - self._started_s,
+            duration_s=self.services.clock.monotonic() - self._started_s,
             adapter_state=self._adapter_state,
         )

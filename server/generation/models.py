@@ -67,7 +67,7 @@ async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelV
         raise NotFoundError(
             "The path names no model. GET /v1/models lists all, GET /v1/models/NAME shows one."
         )
-    model = await services.versions.names.resolve(caller.tenant_id, model_id)
+    model = await services.models.resolve(caller.tenant_id, model_id)
     return _view(services, model_id, model.adapter, model.version)
 
 

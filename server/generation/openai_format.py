@@ -1,34 +1,30 @@
-"""Choices in OpenAI's two dialects, whole and in chunks. One shape object serves one request."""
+"""Answers in OpenAI's two dialects, whole and in chunks. Knows neither sockets nor bills."""
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, zip_longest
-from typing import cast
+from itertools import count
+from typing import ClassVar
 
 from manylora.engine.request import TokenLogprobs
 from manylora.engine.text.text_stream import TextDelta, settled_text
 from manylora.engine.text.tokenizer import Tokenizer
+from manylora.errors import ManyloraError
+from manylora.server.errors import error_body
+from manylora.server.generation.answer_parts import AnswerPart, JsonObject, joined_calls, merge
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Choice, ChoiceStep
-from manylora.server.generation.schemas import CompletionBody, GenerationBody
-from manylora.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.schemas import CompletionBody, GenerationBody, StreamOptions
+from manylora.server.http import sse
+from manylora.server.tools.reading import AnswerReader, CallPiece
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
-
-
-def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
-    """Append the lists of several pieces, key by key; None when there is no piece."""
-    found = [piece for piece in pieces if piece is not None]
-    return (
-        {key: [value for piece in found for value in piece[key]] for key in found[0]}
-        if found
-        else None
-    )
 
 
 def token_label(tokenizer: Tokenizer, token_id: int) -> str:
@@ -49,45 +45,85 @@ def _top(entry: TokenLogprobs, count: int | None) -> list[tuple[int, float]]:
     return list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:count]
 
 
-JsonObject = dict[str, object]
+@dataclass(eq=False)
+class OpenAIAnswer(ABC):
+    """One dialect: makes the parts of an answer, and writes them, whole or as the chunks of a stream.
 
+    Args:
+        body: The request.
+        tokenizer: Shows its tokens.
+        meter: The tokens delivered so far.
+        head: `created`, `model`, `system_fingerprint`: the same in every chunk.
+    """
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerPart:
-    """One choice as one step, or all steps, have it."""
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    id_prefix: ClassVar[str]
 
-    text: str
-    reasoning: str = ""
-    calls: tuple[CallPiece, ...] = ()
-    logprobs: dict[str, list[object]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    """None where the client did not ask for them."""
+    body: GenerationBody
+    tokenizer: Tokenizer
+    meter: Meter
+    head: JsonObject
 
-
-class AnswerShape(ABC):
-    """One dialect."""
-
-    whole_object: str
-    chunk_object: str
-    id_prefix: str
-
-    def __init__(self, body: GenerationBody, tokenizer: Tokenizer) -> None:
-        self._asked = body
-        self._tokenizer = tokenizer
-        by_id = body.return_tokens_as_token_ids
+    def __post_init__(self) -> None:
+        self._head: JsonObject = {"id": self.id_prefix + secrets.token_hex(16), **self.head}
+        self._chunk_head = {"object": self.chunk_object, **self._head}
+        self._options = self.body.stream_options or StreamOptions()
+        self._opened: set[int] = set()
+        """Choices whose first chunk was written."""
+        by_id = self.body.return_tokens_as_token_ids
         self._label: Callable[[int], str] = (
-            "token_id:{}".format if by_id else partial(token_label, tokenizer)
+            "token_id:{}".format if by_id else partial(token_label, self.tokenizer)
         )
         self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
         """By prompt."""
+
+    def whole(self, ends: Sequence[tuple[Choice, AnswerPart]]) -> JsonObject:
+        """The body of an answer that is not streamed; all that each choice says is one part."""
+        choices = [
+            self.whole_choice(replace(choice, index=index), end)
+            for index, (choice, end) in enumerate(ends)
+        ]
+        head = {"object": self.whole_object, **self._head, **self.extras(ends[0][0])}
+        return {**head, "choices": choices, "usage": self.meter.usage.model_dump()}
+
+    def events(self, step: ChoiceStep, part: AnswerPart) -> bytes:
+        """The chunk of a step; before a choice's first one, the chunk that opens it."""
+        payload = b""
+        if step.choice.index not in self._opened:
+            payload = self.opening(step.choice)
+        if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
+            payload += self.chunk(self.chunk_choice(step.choice, part))
+        self._opened.add(step.choice.index)
+        return payload
+
+    def closing(self) -> bytes:
+        """`[DONE]`, after the usage where it is asked for."""
+        if not self._options.include_usage:
+            return sse.DONE
+        return (
+            sse.event({**self._chunk_head, "choices": [], "usage": self.meter.usage.model_dump()})
+            + sse.DONE
+        )
+
+    def failure(self, error: ManyloraError) -> bytes:
+        """The end of a stream that an error cuts: an event like the body of an error."""
+        return sse.event(error_body(error))
+
+    def chunk(self, choice: JsonObject, **extras: object) -> bytes:
+        """The event of an entry of `choices`, with fields beside it."""
+        chunk: JsonObject = {**self._chunk_head, **extras, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self.meter.usage.model_dump()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return sse.event(chunk)
 
     def part(self, step: ChoiceStep) -> AnswerPart:
         """The part that a step adds; called once per step, in order."""
         delta = step.delta
         found = step.output.prompt_logprobs
-        if self._asked.prompt_logprobs is not None and found is not None:
+        if self.body.prompt_logprobs is not None and found is not None:
             places = [None if entry is None else self._place(entry) for entry in found]
             self._prompt_logprobs[step.choice.prompt_index] = places
         return AnswerPart(
@@ -95,7 +131,7 @@ class AnswerShape(ABC):
             logprobs=self.logprobs(step),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self._asked.return_token_ids else None,
+            token_ids=delta.token_ids if self.body.return_token_ids else None,
         )
 
     def text(self, step: ChoiceStep) -> str:
@@ -109,22 +145,22 @@ class AnswerShape(ABC):
     def prompt_facts(self, choice: Choice) -> JsonObject:
         """Fields about a prompt, where they are asked for."""
         facts: JsonObject = {}
-        if self._asked.return_token_ids:
+        if self.body.return_token_ids:
             facts["prompt_token_ids"] = choice.prompt.token_ids
-        if self._asked.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None:
             facts["prompt_logprobs"] = self._prompt_logprobs.get(choice.prompt_index)
         return facts
 
     def _place(self, entry: TokenLogprobs) -> JsonObject:
         """The token at a place of the prompt and the likeliest ones there, by id."""
         ranked = [*zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)][
-            : self._asked.prompt_logprobs
+            : self.body.prompt_logprobs
         ]
         return {
             str(token_id): {
                 "logprob": finite(logprob),
                 "rank": rank,
-                "decoded_token": self._tokenizer.token_text(token_id),
+                "decoded_token": self.tokenizer.token_text(token_id),
             }
             for token_id, logprob, rank in [(entry.token_id, entry.logprob, entry.rank), *ranked]
         }
@@ -137,10 +173,10 @@ class AnswerShape(ABC):
     def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """An entry of `choices` in a chunk."""
 
-    def opening_choice(self, choice: Choice) -> JsonObject | None:
-        """An entry of `choices` that goes before a choice's first chunk."""
+    def opening(self, choice: Choice) -> bytes:
+        """The event that goes before a choice's first chunk."""
         del choice
-        return None
+        return b""
 
     def extras(self, choice: Choice) -> JsonObject:
         """Fields beside `choices`, of a whole answer and of the chunk that opens a choice."""
@@ -148,40 +184,40 @@ class AnswerShape(ABC):
         return {}
 
 
-class CompletionShape(AnswerShape):
+@dataclass(eq=False)
+class CompletionAnswer(OpenAIAnswer):
     """/v1/completions."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, body: CompletionBody, tokenizer: Tokenizer) -> None:
-        super().__init__(body, tokenizer)
-        self._body = body
+    body: CompletionBody
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._echoed: dict[int, str] = {}
-        self._opened: set[int] = set()
-        """Choices that have said what there is to say of their prompt."""
 
     def text(self, step: ChoiceStep) -> str:
         """The step's text, after the prompt's own where that is echoed."""
-        if not self._body.echo or step.choice.index in self._echoed:
+        if not self.body.echo or step.choice.index in self._echoed:
             return step.delta.text
         prompt = step.choice.prompt
         echo = self._decode(prompt.token_ids) if prompt.text is None else prompt.text
-        echo = settled_text(self._tokenizer, prompt.token_ids, echo)
+        echo = settled_text(self.tokenizer, prompt.token_ids, echo)
         self._echoed[step.choice.index] = echo
         return echo + step.delta.text
 
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """Parallel lists over the step's tokens, after those of an echoed prompt."""
-        if self._body.logprobs is None:
+        if self.body.logprobs is None:
             return None
         delta = step.delta
         start = len(self._echoed.get(step.choice.index, ""))
         own = self._lists(
             delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets]
         )
-        if step.output.prompt_logprobs is None or not self._body.echo:
+        if step.output.prompt_logprobs is None or not self.body.echo:
             return own
         prompt = step.choice.prompt
         offsets = [min(offset, start) for offset in prompt.text_offsets]
@@ -190,7 +226,6 @@ class CompletionShape(AnswerShape):
     def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`text`, `logprobs`, `finish_reason`; with the first chunk, facts of the prompt."""
         facts = self.prompt_facts(choice) if choice.index not in self._opened else {}
-        self._opened.add(choice.index)
         return {
             "index": choice.index,
             "text": part.text,
@@ -226,30 +261,32 @@ class CompletionShape(AnswerShape):
         }
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._body.skip_special_tokens)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.body.skip_special_tokens)
 
     def _labelled(self, entry: TokenLogprobs) -> dict[str, float]:
-        pairs = _top(entry, self._body.logprobs)
+        pairs = _top(entry, self.body.logprobs)
         top = {self._label(token_id): finite(logprob) for token_id, logprob in pairs}
         top.setdefault(self._label(entry.token_id), finite(entry.logprob))
         return top
 
 
-class ChatShape(AnswerShape):
+@dataclass(eq=False)
+class ChatAnswer(OpenAIAnswer):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
-        super().__init__(body, tokenizer)
+    body: ChatBody
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        body = self.body
         self._echo = body.echoed_text
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._readers: dict[int, AnswerReader] = {}
         self._is_by_token = body.has_logprobs_of_text_alone and body.logprobs
-        self._unread: dict[int, list[object]] = {}
-        """Log-probabilities of tokens that may be text, or the mark of something else."""
 
     def part(self, step: ChoiceStep) -> AnswerPart:
         """The part that a step adds; calls and reasoning are told from text here."""
@@ -261,16 +298,14 @@ class ChatShape(AnswerShape):
             self._readers[step.choice.index] = plan.reader()
         reader = self._readers[step.choice.index]
         delta = step.delta
-        if self._is_by_token and part.logprobs is not None:
-            reading, num_reasoning = self._read_by_token(reader, step, part.logprobs["content"])
-        else:
-            reading, num_reasoning = reader.read(delta.text, _cuts(delta))
+        logprobs = part.logprobs["content"] if self._is_by_token and part.logprobs else []
+        reading, num_reasoning = reader.read(delta.text, _cuts(delta), logprobs)
         step.choice.reasoning_tokens += num_reasoning
         finish_reason: str | None = delta.finish_reason
         if finish_reason is not None:
             is_stopped = (
                 delta.stop_reason is not None
-                and delta.stop_reason not in self._tokenizer.eos_token_ids
+                and delta.stop_reason not in self.tokenizer.eos_token_ids
             )
             if reader.close(reading, is_cut=finish_reason != "stop" or is_stopped):
                 finish_reason = "length"
@@ -281,36 +316,9 @@ class ChatShape(AnswerShape):
             text=reading.content,
             reasoning=reading.reasoning if plan.shows_reasoning else "",
             calls=joined_calls(reading.calls),
+            logprobs={"content": reading.logprobs} if self._is_by_token else part.logprobs,
             finish_reason=finish_reason,
         )
-
-    def _read_by_token(
-        self, reader: AnswerReader, step: ChoiceStep, entries: list[object]
-    ) -> tuple[Reading, int]:
-        """Read a step, and leave among the entries of its tokens those of text."""
-        whole = Reading()
-        num_reasoning = 0
-        start = 0
-        unread = self._unread.setdefault(step.choice.index, [])
-        text = step.delta.text
-        given = entries[:]
-        entries.clear()
-        for end, entry in zip_longest([*_cuts(step.delta)[:-1], len(text)], given):
-            was_text = reader.is_text
-            piece, count = reader.read(text[start:end], [len(text)] if entry else [])
-            start = max(start, end)
-            num_reasoning += count
-            unread += [entry] if entry else []
-            if piece.content:
-                entries += unread
-            if piece.content or piece.calls or count or (reader.is_text and not was_text):
-                unread.clear()
-            whole.content += piece.content
-            whole.reasoning += piece.reasoning
-            whole.calls += piece.calls
-        if step.delta.finish_reason is not None and reader.is_text:
-            entries += unread
-        return whole, num_reasoning
 
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """An entry for each new token, those of reasoning and calls included."""
@@ -326,7 +334,7 @@ class ChatShape(AnswerShape):
         return {
             "token": self._label(token_id),
             "logprob": finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
+            "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
 
     def whole_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
@@ -347,10 +355,11 @@ class ChatShape(AnswerShape):
         """A chat has one prompt, so facts of it stand beside the choices."""
         return self.prompt_facts(choice)
 
-    def opening_choice(self, choice: Choice) -> JsonObject | None:
+    def opening(self, choice: Choice) -> bytes:
         """The chunk that says who speaks."""
         delta = {"role": "assistant", "content": self._echo}
-        return {"index": choice.index, "delta": delta, **self._end(AnswerPart(text=""))}
+        opened = {"index": choice.index, "delta": delta, **self._end(AnswerPart(text=""))}
+        return self.chunk(opened, **self.extras(choice))
 
     def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`delta`, `logprobs`, `finish_reason`."""
@@ -365,13 +374,6 @@ class ChatShape(AnswerShape):
         logprobs = None if part.logprobs is None else {**part.logprobs, "refusal": None}
         why = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         return {"logprobs": logprobs, **why, **_token_ids(part)}
-
-
-def shape_of(body: CompletionBody | ChatBody, tokenizer: Tokenizer) -> AnswerShape:
-    """The shape of the answer to a body."""
-    if isinstance(body, ChatBody):
-        return ChatShape(body, tokenizer)
-    return CompletionShape(body, tokenizer)
 
 
 def _cuts(delta: TextDelta) -> list[int]:
@@ -403,25 +405,3 @@ def _call_delta(call: CallPiece) -> JsonObject:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **_call(call)}
-
-
-def joined(parts: Sequence[AnswerPart]) -> AnswerPart:
-    """All parts of a choice as one."""
-    last = parts[-1]
-    text = "".join(part.text for part in parts)
-    logprobs = merge([part.logprobs for part in parts])
-    if logprobs is not None and "text_offset" in logprobs:
-        # A stop string may have been cut off since.
-        offsets = cast("list[int]", logprobs["text_offset"])
-        logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
-    return AnswerPart(
-        text=text,
-        reasoning="".join(part.reasoning for part in parts),
-        calls=joined_calls([call for part in parts for call in part.calls]),
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        token_ids=None
-        if last.token_ids is None
-        else [token for part in parts for token in part.token_ids or ()],
-    )

@@ -10,13 +10,12 @@ from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.text.text_stream import prompt_offsets
-from manylora.engine.text.tokenizer import LONG, MAX_SWELLING
+from manylora.engine.text.tokenizer import LONG, MAX_SWELLING, Tokenizer
 from manylora.errors import ContextLengthError, InvalidRequestError
+from manylora.server.core_services import CoreServices
 from manylora.server.generation.chat_schemas import ChatBody, Message, ToolsBody
-from manylora.server.generation.grammar import GrammarPart, WantedGrammar
 from manylora.server.generation.schemas import CompletionBody, GenerationBody
-from manylora.server.generation.vllm_fields import bad_word_tokens
-from manylora.server.services import Services
+from manylora.server.generation.structured_output import WantedGrammar
 from manylora.server.tools.call_grammar import CallGrammar
 from manylora.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
 from manylora.server.tools.reading import AnswerPlan, plan_answer
@@ -54,18 +53,29 @@ class Prompt:
     """Characters of its text before each token, where they are asked for."""
     answer: AnswerPlan | None = None
     """Plan for reading answers that may hold calls or reasoning; None for plain text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """The prompts of a body in order, and how all of them are continued."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    wanted: WantedGrammar | None
+    """The grammar that answers are to be held to, before it is checked."""
     grammar: Grammar | None = None
-    """The grammar that answers are held to."""
+    """The checked grammar."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
-Prompts = list[tuple[Prompt, SamplingParams]]
-"""Each with how to continue it."""
-
-
-def prompts_and_params(
-    body: CompletionBody | ChatBody, services: Services, rendered: str = ""
-) -> tuple[Prompts, WantedGrammar | None]:
-    """The prompts of a body in order, each with how to continue it, and what all answers are to be held to.
+def prompts_of(
+    body: CompletionBody | ChatBody, services: CoreServices, rendered: str = ""
+) -> Prompts:
+    """The prompts of a body.
 
     Args:
         body: A completion, or a chat.
@@ -84,17 +94,13 @@ def prompts_and_params(
     params = _params(
         body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed
     )
-    prompts = [(_completion_prompt(given, body, services), params) for given in body.prompt]
-    return prompts, _wanted_grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts())
+    prompts = [_completion_prompt(given, body, services) for given in body.prompt]
+    return Prompts(prompts=prompts, params=params, wanted=body.wanted_grammar())
 
 
-def _wanted_grammar(
-    lark: str | None, param: str, parts: Sequence[GrammarPart]
-) -> WantedGrammar | None:
-    return None if lark is None else WantedGrammar(lark, param, parts)
-
-
-def _completion_prompt(given: str | list[int], body: CompletionBody, services: Services) -> Prompt:
+def _completion_prompt(
+    given: str | list[int], body: CompletionBody, services: CoreServices
+) -> Prompt:
     if isinstance(given, str):
         check_text(given, services, is_truncated=body.truncate_prompt_tokens is not None)
         token_ids = services.tokenizer.encode(given, add_special_tokens=body.add_special_tokens)
@@ -108,7 +114,7 @@ def _completion_prompt(given: str | list[int], body: CompletionBody, services: S
     )
 
 
-def _text_offsets(prompt: Prompt, body: CompletionBody, services: Services) -> Sequence[int]:
+def _text_offsets(prompt: Prompt, body: CompletionBody, services: CoreServices) -> Sequence[int]:
     if body.logprobs is None:
         return ()
     if prompt.text is not None:
@@ -118,12 +124,14 @@ def _text_offsets(prompt: Prompt, body: CompletionBody, services: Services) -> S
     )
 
 
-def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Services) -> Prompt:
+def _truncated(
+    prompt: Prompt, wanted: int | None, num_output: int, services: CoreServices
+) -> Prompt:
     """The end of a prompt, which keeps `wanted` tokens; -1 leaves room for the output."""
     if wanted is None:
         return prompt
     room = services.ready.max_model_len - num_output
-    _check_at_most(max(room, 1), wanted, "truncate_prompt_tokens", "truncate_prompt_tokens")
+    _check_at_most(max(room, 1), wanted, "truncate_prompt_tokens")
     num_kept = max(room if wanted == -1 else wanted, 1)
     return (
         prompt
@@ -132,9 +140,7 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     )
 
 
-def _chat(
-    body: ChatBody, services: Services, rendered: str
-) -> tuple[Prompts, WantedGrammar | None]:
+def _chat(body: ChatBody, services: CoreServices, rendered: str) -> Prompts:
     """Without a token limit the answer may fill the context."""
     answer = _answer_format(body, services)
     check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
@@ -142,16 +148,12 @@ def _chat(
     prompt = _truncated(
         Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services
     )
-    lark = body.grammar_rule()
-    param = body.grammar_param
-    parts: Sequence[GrammarPart] = body.grammar_parts()
+    wanted = body.wanted_grammar()
     if answer is not None:
         begun = rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, body.offered, begun, shows_reasoning=body.include_reasoning)
         prompt = replace(prompt, answer=plan)
-        lark, of_tools = _held_answer(body, plan, lark, services)
-        param = "tools" if plan.tools else param
-        parts = [*parts, *of_tools]
+        wanted = _held_answer(body, plan, wanted, services)
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:
@@ -159,10 +161,10 @@ def _chat(
     _check_prompt(prompt, limit, services, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, services, max_tokens=limit, logprobs=logprobs)
-    return [(prompt, params)], _wanted_grammar(lark, param, parts)
+    return Prompts(prompts=[prompt], params=params, wanted=wanted)
 
 
-def chat_job(body: ChatBody, services: Services) -> dict[str, Any]:
+def chat_job(body: ChatBody, services: CoreServices) -> dict[str, Any]:
     """A chat as `ChatRenderer.render` takes it.
 
     Raises:
@@ -186,7 +188,7 @@ def render_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
     }
 
 
-def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
+def _answer_format(body: ChatBody, services: CoreServices) -> AnswerFormat | None:
     """The format by which answers are read; None where they are plain text.
 
     Raises:
@@ -207,16 +209,16 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
 
 
 def _held_answer(
-    body: ChatBody, plan: AnswerPlan, lark: str | None, services: Services
-) -> tuple[str | None, Sequence[GrammarPart]]:
-    """The grammar of reasoning, then calls or an answer that `lark` allows, and the tools' schemas; None for free text.
+    body: ChatBody, plan: AnswerPlan, wanted: WantedGrammar | None, services: CoreServices
+) -> WantedGrammar | None:
+    """The grammar of reasoning, then calls or an answer that is wanted; None for free text.
 
     Raises:
         InvalidRequestError: A tool's parameters are no schema that answers can be held to.
     """
     choice = body.tool_choice or ToolChoice(mode="auto")
     if plan.tools and plan.format.calls is None:
-        is_held = choice.mode == "required" or not body.parallel_tool_calls or lark is not None
+        is_held = choice.mode == "required" or not body.parallel_tool_calls or wanted is not None
         if is_held or any(tool.function.strict for tool in plan.tools):
             raise InvalidRequestError(
                 "Manylora can read this model's calls, but not hold it to them: its response_template is its own. Send "
@@ -225,9 +227,9 @@ def _held_answer(
                 code="tools_not_supported_by_model",
                 param="tools",
             )
-        return None, ()
-    if body.has_own_grammar or (lark is None and not plan.tools):
-        return lark, ()
+        return None
+    if body.has_own_grammar or (wanted is None and not plan.tools):
+        return wanted
     writer = CallGrammar(
         format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule
     )
@@ -236,9 +238,10 @@ def _held_answer(
         choice=choice,
         is_parallel=body.parallel_tool_calls,
         thinks=plan.reader().thinks,
-        answer=lark,
+        answer=wanted.lark if wanted else None,
     )
-    return whole, writer.schemas
+    param = wanted.param if wanted and not plan.tools else "tools"
+    return WantedGrammar(whole, param, [*(wanted.parts if wanted else ()), *writer.schemas])
 
 
 def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:
@@ -263,32 +266,26 @@ def as_turn(message: Message) -> dict[str, Any]:
 
 def _params(
     body: GenerationBody,
-    services: Services,
+    services: CoreServices,
     *,
     max_tokens: int,
     logprobs: int | None,
     echoed_logprobs: int | None = None,
 ) -> SamplingParams:
+    stops = tuple(filter(None, body.stop))  # an empty one stops nothing
     server = services.config.server
     last_token = services.ready.vocab_size - 1
     asked = [number for number in (body.prompt_logprobs, echoed_logprobs) if number is not None]
-    _check_at_most(
-        server.max_logprobs, body.prompt_logprobs or 0, "prompt_logprobs", "prompt_logprobs"
-    )
-    _check_at_most(
-        last_token, max(body.allowed_token_ids, default=0), "allowed_token_ids", "allowed_token_ids"
-    )
-    _check_at_most(
-        last_token, max(body.logit_bias, default=0), "The token ids of logit_bias", "logit_bias"
-    )
-    _check_at_most(
-        last_token, max(body.stop_token_ids, default=0), "stop_token_ids", "stop_token_ids"
-    )
-    _check_at_most(
-        server.max_stops, len(body.stop), "The number of stop strings (server.max_stops)", "stop"
-    )
-    name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-    _check_at_most(server.max_logprobs, logprobs or 0, name, name)
+    of_answer = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+    for limit, value, param, what in (
+        (server.max_logprobs, body.prompt_logprobs, "prompt_logprobs", ""),
+        (server.max_logprobs, logprobs, of_answer, ""),
+        (last_token, max(body.allowed_token_ids, default=0), "allowed_token_ids", ""),
+        (last_token, max(body.stop_token_ids, default=0), "stop_token_ids", ""),
+        (last_token, max(body.logit_bias, default=0), "logit_bias", "The token ids of logit_bias"),
+        (server.max_stops, len(stops), "stop", "The number of stop strings (server.max_stops)"),
+    ):
+        _check_at_most(limit, value or 0, param, what)
     if logprobs is None and body.num_candidates > body.n:
         logprobs = 0  # candidates are compared by them, whether they are shown or not
     return SamplingParams(
@@ -298,31 +295,53 @@ def _params(
         prompt_logprobs=max(asked, default=None),
         bad_words=bad_word_tokens(body.bad_words, services.tokenizer),
         allowed_token_ids=tuple(body.allowed_token_ids),
-        stop=tuple(body.stop),
+        stop=stops,
         stop_token_ids=tuple(body.stop_token_ids),
         **{name: getattr(body, name) for name in _SAME},
     )
 
 
-def _check_candidates(body: GenerationBody, num_prompts: int, services: Services) -> None:
+def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of words, as vLLM has them.
+
+    A word with a space before it counts where it begins with another token then, and has no more of them.
+
+    Raises:
+        InvalidRequestError: A word has no tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for space in ("", " ")
+        )
+        if not bare:
+            raise InvalidRequestError(
+                "Each of bad_words must have at least one token.", param="bad_words"
+            )
+        found[bare] = None
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found[spaced] = None
+    return tuple(found)
+
+
+def _check_candidates(body: GenerationBody, num_prompts: int, services: CoreServices) -> None:
     count = body.num_candidates
     limit = services.config.server.max_choices
     name = "n" if body.best_of is None else "best_of"
     param = name if count > limit else "prompt"
-    _check_at_most(
-        limit,
-        num_prompts * count,
-        f"The number of prompts times {name} (server.max_choices)",
-        param,
-    )
+    what = f"The number of prompts times {name} (server.max_choices)"
+    _check_at_most(limit, num_prompts * count, param, what)
 
 
-def _check_at_most(limit: int, value: int, what: str, param: str) -> None:
+def _check_at_most(limit: int, value: int, param: str, what: str = "") -> None:
     if value > limit:
-        raise InvalidRequestError(f"{what} must be at most {limit}, got {value}.", param=param)
+        raise InvalidRequestError(
+            f"{what or param} must be at most {limit}, got {value}.", param=param
+        )
 
 
-def _check_prompt(prompt: Prompt, num_output: int, services: Services, param: str) -> None:
+def _check_prompt(prompt: Prompt, num_output: int, services: CoreServices, param: str) -> None:
     """Refuse a prompt that has no tokens, unknown ones, or too many with those that are to follow."""
     num_prompt = len(prompt.token_ids)
     context = services.ready.max_model_len
@@ -330,9 +349,8 @@ def _check_prompt(prompt: Prompt, num_output: int, services: Services, param: st
         raise InvalidRequestError(
             "The prompt has no tokens; send at least one character.", param=param
         )
-    _check_at_most(
-        services.ready.vocab_size - 1, max(prompt.token_ids), f"The token ids of {param}", param
-    )
+    last_token = services.ready.vocab_size - 1
+    _check_at_most(last_token, max(prompt.token_ids), param, f"The token ids of {param}")
     total = num_prompt + num_output
     if total > context:
         parts = f"{num_prompt} in the {param}, {num_output} in the completion"
@@ -341,7 +359,7 @@ def _check_prompt(prompt: Prompt, num_output: int, services: Services, param: st
         )
 
 
-def check_text(text: str, services: Services, *, is_truncated: bool = False) -> None:
+def check_text(text: str, services: CoreServices, *, is_truncated: bool = False) -> None:
     """Refuse what cannot fit, before tokenizing it.
 
     Args:

@@ -23,21 +23,21 @@ from starlette.types import Receive, Scope, Send
 from manylora.errors import EngineError, InvalidRequestError, ManyloraError, RequestError
 from manylora.server.admission.rates import Admitted, admit_generation, reservation_of
 from manylora.server.auth.callers import Caller
+from manylora.server.core_services import core_services_of
 from manylora.server.generation import CHAT, COMPLETIONS
+from manylora.server.generation.answer_parts import AnswerPart, JsonObject, joined
 from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import ChoiceStep, best_choices
-from manylora.server.generation.openai_format import AnswerPart, JsonObject, joined
 from manylora.server.generation.run import GenerationRun
 from manylora.server.generation.schemas import CompletionBody, CompletionView
 from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
 from manylora.server.http import sse
 from manylora.server.http.bodies import View
 from manylora.server.http.body import held_body
+from manylora.server.http.connection_room import IS_CLOSING
 from manylora.server.http.json_body import BodyT, parsed
 from manylora.server.http.openapi import takes
 from manylora.server.http.route_facts import ROUTES, RouteFacts
-from manylora.server.http.wire import IS_CLOSING
-from manylora.server.services import services_of
 
 router = APIRouter()
 DEADLINE_HEADERS = ("x-manylora-ttft-ms", "x-slo-ttft-ms")
@@ -50,7 +50,6 @@ Prepare = Callable[[GenerationRun, BodyT], Awaitable[None]]
 class Endpoint(Generic[BodyT]):
     """A route that generates."""
 
-    facts: RouteFacts
     body: type[BodyT]
     prepare: Prepare[BodyT]
     admits: Admitted
@@ -58,7 +57,7 @@ class Endpoint(Generic[BodyT]):
 
     async def answer(self, request: Request) -> Response:
         """Answer a request."""
-        services = services_of(request)
+        services = core_services_of(request)
         caller = await self.admits(request, request.query_params.get("tenant"))
         if is_probe(request):
             return Response(status_code=204)
@@ -110,7 +109,7 @@ def post(
         )
 
     def register(prepare: Prepare[BodyT]) -> Prepare[BodyT]:
-        endpoint = Endpoint(facts=facts, body=body, prepare=prepare, admits=admits)
+        endpoint = Endpoint(body=body, prepare=prepare, admits=admits)
         endpoints[facts.path] = endpoint
         stream = {"text/event-stream": {"schema": {"type": "string"}}}
         route = GenerationRoute(
@@ -167,7 +166,7 @@ async def _received(
     Raises:
         RequestError: The body is no JSON, does not fit `kind`, is too large, or comes too slowly.
     """
-    services = services_of(request)
+    services = core_services_of(request)
     hop = hop_of(request)
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
@@ -202,7 +201,7 @@ async def whole_answer(run: GenerationRun) -> tuple[JsonObject, str, dict[str, s
     async for together in run.generation.steps():
         for step in together:
             run.meter.observe(step)
-            parts.setdefault(step.choice.index, []).append(run.shape.part(step))
+            parts.setdefault(step.choice.index, []).append(run.openai.part(step))
         taken += together
     for step in taken:
         run.meter.deliver(step)
@@ -243,7 +242,7 @@ class GenerationResponse(Response):
         body, status, headers = await whole_answer(self._run)
         if is_gone():
             raise ClientDisconnect
-        await self._run.bill(status)
+        await self._run.meter.finish(status)
         response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
@@ -281,13 +280,13 @@ class GenerationResponse(Response):
             payload = b""
             for step in together:
                 run.meter.observe(step)
-                part = run.shape.part(step)
+                part = run.openai.part(step)
                 if part.finish_reason is not None:
                     ends.append(part)
                 run.meter.deliver(step)
                 payload += run.writer.events(step, part)
             if len(ends) == len(run.generation.choices) and not is_gone():
-                await run.bill(_overall(ends))
+                await run.meter.finish(_overall(ends))
                 await _send_body(send, payload + run.writer.closing(), is_last=True)
                 return
             if payload:

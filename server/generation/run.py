@@ -8,34 +8,31 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
 
 from manylora.engine.request import FlowKey
 from manylora.errors import CapacityError, RequestError
 from manylora.server.auth.callers import Caller
+from manylora.server.core_services import CoreServices
+from manylora.server.generation.answer_parts import ItemWriter, JsonObject
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Generation, choices_of
-from manylora.server.generation.grammar import checked_grammar
 from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import AnswerShape, JsonObject, shape_of
-from manylora.server.generation.prompts import Prompts, chat_job, prompts_and_params
+from manylora.server.generation.openai_format import ChatAnswer, CompletionAnswer, OpenAIAnswer
+from manylora.server.generation.prompts import Prompts, chat_job, prompts_of
 from manylora.server.generation.schemas import CompletionBody
-from manylora.server.generation.writer import ChunkWriter
+from manylora.server.generation.structured_output import checked_grammar
 from manylora.server.hop import Hop
 from manylora.server.limits.gate import Admission
 from manylora.server.limits.prediction import AdmissionRequest
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.process.long_work import BYTES_PER_CHARACTER, INLINE_BYTES
-from manylora.server.services import Services
-from manylora.server.versions.names import ResolvedModel
-
-if TYPE_CHECKING:
-    from manylora.server.generation.items import ItemWriter
+from manylora.server.versions.resolved_model import ResolvedModel
 
 AnyBody = ChatBody | CompletionBody
-WriterOfAnswer = Callable[[Meter, JsonObject], "ItemWriter"]
+WriterOfAnswer = Callable[[Meter, JsonObject], ItemWriter]
 """Makes the writer of an answer in items: of the tokens delivered, and `created`, `model` and `system_fingerprint`."""
 OPEN_TOKENS = 1024
 """Reserved first per choice if the client gives no length. A whole context would leave nothing to others."""
@@ -46,7 +43,7 @@ ResultT = TypeVar("ResultT")
 class GenerationRun:
     """One request. It takes things onto `ends`, whose owner closes that at the request's end: all are given back."""
 
-    services: Services
+    services: CoreServices
     caller: Caller
     reservation: LimitReservation
     """Admitted, nothing reserved; `ends` ends it."""
@@ -54,7 +51,7 @@ class GenerationRun:
     endpoint: str
     request_id: str
     session: str | None = None
-    num_bytes: int = 0
+    num_bytes: int
     """Length of the body."""
     digest: int = 0
     """Hash of the key and the body: the same when a client sends a request again."""
@@ -69,8 +66,9 @@ class GenerationRun:
     admission: Admission | None = field(init=False, default=None)
     generation: Generation = field(init=False)
     meter: Meter = field(init=False)
-    shape: AnswerShape = field(init=False)
-    writer: ChunkWriter | ItemWriter = field(init=False)
+    openai: OpenAIAnswer = field(init=False)
+    """Makes the parts of the answer."""
+    writer: OpenAIAnswer | ItemWriter = field(init=False)
     unbilled_status: str | None = field(init=False, default=None)
     """Status under which the end bills a request that is not billed by then; None bills nothing."""
 
@@ -97,7 +95,7 @@ class GenerationRun:
         body = self.body
         given = body.user or self.session or secrets.token_hex(8)
         sticky = self.hop.sticky if self.hop else given
-        model = await services.versions.names.resolve(
+        model = await services.models.resolve(
             self.caller.tenant_id, body.model, body.adapter_id, sticky=sticky
         )
         if model.adapter is not None and model.version is not None:
@@ -105,7 +103,7 @@ class GenerationRun:
                 model.version.digest, model.adapter.tenant, model.adapter.name, model.version.rank
             )
             if model.version.held_by is not None:
-                self.ends.callback(services.versions.weights.hold(model, services.clock.now()))
+                self.ends.callback(services.hold_weights(model, services.clock.now()))
         return model
 
     def _admit(self) -> None:
@@ -135,31 +133,30 @@ class GenerationRun:
     async def _tokenise(self) -> Prompts:
         services = self.services
         body = self.body
-        num_characters = self.num_bytes or body.num_characters
+        num_bytes = self.num_bytes
         rendered = ""
-        if body.has_grammar or (isinstance(body, ChatBody) and body.tools):
-            num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
+        if body.grammar_params or (isinstance(body, ChatBody) and body.tools):
+            num_bytes = max(num_bytes, INLINE_BYTES)  # schemas take long for their size
         if isinstance(body, ChatBody):
-            job = await self.work(partial(chat_job, body, services), num_characters)
-            rendered = await services.chats.render(job, num_characters)
-        prompts, wanted = await self.work(
-            partial(prompts_and_params, body, services, rendered),
-            BYTES_PER_CHARACTER * num_characters,
+            job = await self.work(partial(chat_job, body, services), num_bytes)
+            rendered = await services.chats.render(job, num_bytes)
+        prompts = await self.work(
+            partial(prompts_of, body, services, rendered), BYTES_PER_CHARACTER * num_bytes
         )
-        if wanted is None:
+        if prompts.wanted is None:
             return prompts
-        grammar = await checked_grammar(wanted, services.grammars, self.caller.tenant_id or "")
-        return [(replace(prompt, grammar=grammar), params) for prompt, params in prompts]
+        tenant = self.caller.tenant_id or ""
+        return replace(
+            prompts, grammar=await checked_grammar(prompts.wanted, services.grammars, tenant)
+        )
 
     async def _reserve(self, prompts: Prompts) -> None:
         """Take its tokens from its limits before the engine sees it."""
         is_open = self.body.token_limit is None
-        num_prompt = sum(len(prompt.token_ids) for prompt, _ in prompts)
-        limits = [params.max_tokens for _, params in prompts]
-        num_output = sum(min(limit, OPEN_TOKENS) if is_open else limit for limit in limits)
-        count = self.body.num_candidates
-        least = num_prompt + count * len(prompts)
-        most = num_prompt + count * num_output
+        limit = prompts.params.max_tokens
+        count = self.body.num_candidates * len(prompts.prompts)
+        least = prompts.num_tokens + count
+        most = prompts.num_tokens + count * (min(limit, OPEN_TOKENS) if is_open else limit)
         wanted = self.reservation.wanted(least, most, is_open=is_open)
         await self.services.limits.accounts.secure(self.reservation.accounts, tokens=wanted)
         self.reservation.reserve(least, most, is_open=is_open)
@@ -168,7 +165,7 @@ class GenerationRun:
         services = self.services
         body = self.body
         given_id = self.hop.ledger_id if self.hop else self.line_id
-        ledger_id = given_id or services.registry.usage.mint_id()
+        ledger_id = given_id or services.ledger.mint_id()
         is_line = self.line_id is not None
         event = partial(
             self.model.usage_event(
@@ -194,20 +191,24 @@ class GenerationRun:
             deadline_s=self.deadline_s,
         )
         choices = choices_of(body, prompts, services.tokenizer, ledger_id, self.model.ref, flow)
-        num_prompt = sum(len(prompt.token_ids) for prompt, _ in prompts)
+        num_prompt = prompts.num_tokens
         self.generation = Generation(
             services.engine,
             choices,
             lambda num_output: self.reservation.grow(num_prompt + num_output),
             self.admission,
         )
-        self.shape = shape_of(body, services.tokenizer)
         head: JsonObject = {
             "created": int(services.clock.now().timestamp()),
             "model": self.model.name,
             "system_fingerprint": services.fingerprint,
         }
-        self.writer = (writer or partial(ChunkWriter, body, self.shape))(self.meter, head)
+        self.openai = (
+            ChatAnswer(body, services.tokenizer, self.meter, head)
+            if isinstance(body, ChatBody)
+            else CompletionAnswer(body, services.tokenizer, self.meter, head)
+        )
+        self.writer = writer(self.meter, head) if writer else self.openai
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -233,14 +234,6 @@ class GenerationRun:
         """End what still runs, and count the tokens computed instead of those delivered."""
         await self.generation.abort()
         self.meter.take_computed(self.generation.choices)
-
-    async def bill(self, status: str) -> None:
-        """Record the usage event of an answer that ended well, before its client sees the end.
-
-        Raises:
-            CapacityError: The event could not be made durable: the client must not see a good end.
-        """
-        await self.meter.finish(status)
 
     async def _bill_at_end(self) -> None:
         if self.unbilled_status is not None:

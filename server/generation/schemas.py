@@ -1,4 +1,4 @@
-"""Fields that all generations share, and the bodies of completions."""
+"""Fields that all generations share, those of vLLM among them, and the bodies of completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from manylora.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from manylora.errors import InvalidRequestError
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.structured_output import GrammarFields
-from manylora.server.generation.vllm_fields import PromptView, TokenIdsView, VllmFields
 from manylora.server.http.bodies import INT64, Body, Token, View
 from manylora.server.http.wrong_value import shown
 
@@ -35,6 +34,33 @@ class UsageView(View):
     total_tokens: int
     prompt_tokens_details: UsageDetails
     completion_tokens_details: OutputDetails
+
+
+class PromptLogprobView(View):
+    """A token that was possible at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprobView] | None]
+
+
+class PromptView(View):
+    """Facts of the prompt in an answer, where they are asked for."""
+
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """For each token of the prompt the likeliest ones and itself, by id; null for the first token."""
+
+
+class TokenIdsView(View):
+    """The tokens of a choice, where they are asked for."""
+
+    token_ids: list[int] | None = None
+    """With `return_token_ids`: of the choice, or of the chunk of a stream."""
 
 
 class CompletionLogprobsView(View):
@@ -75,6 +101,9 @@ class CompletionView(GenerationView):
 
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
+MAX_ALLOWED_TOKENS = 1024
+"""Every step writes them, for each row that has some."""
+Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _prompts(value: object) -> list[str] | list[list[int]]:
@@ -94,16 +123,9 @@ def _are_tokens(value: list[object]) -> bool:
     return all(type(part) is int and 0 <= part < 1 << 31 for part in value)
 
 
-def _stops(value: object) -> list[str]:
-    """The stop strings as a list; an empty one stops nothing."""
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise InvalidRequestError("stop must be a string or a list of strings.", param="stop")
-    longest = max(map(len, stops), default=0)
-    if longest > MAX_STOP_LENGTH:
-        message = f"A stop string may have {MAX_STOP_LENGTH} characters, got one of {longest}."
-        raise InvalidRequestError(message, param="stop")
-    return [stop for stop in stops if stop]
+def _stops(value: object) -> object:
+    """The stop strings as a list."""
+    return [value] if isinstance(value, str) else value
 
 
 def _stopping(value: object) -> object:
@@ -115,31 +137,15 @@ def _stopping(value: object) -> object:
     )
 
 
-def _biases(value: object) -> dict[int, float]:
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise InvalidRequestError(
-            f"logit_bias must be an object of at most {MAX_BIASES} entries.", param="logit_bias"
-        )
-    biases = {}
-    for token, bias in value.items():
-        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10):
-            raise InvalidRequestError(
-                "logit_bias must map token ids to numbers.", param="logit_bias"
-            )
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise InvalidRequestError(
-                "logit_bias takes numbers from -100 to 100.", param="logit_bias"
-            )
-        biases[int(token)] = float(bias)
-    return biases
-
-
-# The types that clients send, for the OpenAPI page. The functions above write the errors.
+# The types that clients send, for the OpenAPI page.
 _Tokens = list[Annotated[int, Field(ge=0)]]
 _Prompt = str | list[str] | _Tokens | list[_Tokens]
-_Stops = Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str])]
-_SentBiases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
-_Biases = Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_SentBiases)]
+_Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+_Stops = Annotated[list[_Stop], BeforeValidator(_stops, json_schema_input_type=_Stop | list[_Stop])]
+_Biases = dict[
+    Annotated[int, Field(strict=False, ge=0, lt=1 << 31)],  # keys of JSON are texts
+    Annotated[float, Field(ge=-100, le=100)],
+]
 
 NOT_IN_BEAM_SEARCH = (
     "temperature",
@@ -175,6 +181,11 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields that all bodies share by which tokens are generated."""
 
+    takes_nul = True
+    ignored = unsupported_params.IGNORED
+    neutral_values = unsupported_params.SHARED
+    hints = unsupported_params.HINTS
+
     adapter_id: str | None = Field(None, min_length=1, max_length=512)
     """An adapter, if `model` is the base or absent. The answer has this name as `model`."""
     user: str | None = Field(None, max_length=4096)
@@ -204,13 +215,8 @@ class SamplingFields(Body):
         return body | wholes
 
 
-class GenerationBody(SamplingFields, VllmFields, GrammarFields):
+class GenerationBody(SamplingFields, GrammarFields):
     """Fields that completions and chat share."""
-
-    takes_nul = True
-    ignored = unsupported_params.IGNORED
-    neutral_values = unsupported_params.SHARED
-    hints = unsupported_params.HINTS
 
     model: str | None = Field(None, min_length=1, max_length=512)
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`, each also
@@ -229,10 +235,34 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
     stream_options: StreamOptions | None = None
     stop: _Stops = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=128)
-    logit_bias: _Biases = Field(default_factory=dict)
+    logit_bias: _Biases = Field(default_factory=dict, max_length=MAX_BIASES)
+    min_tokens: int = Field(0, ge=0, lt=1 << 31)
+    """Until there are this many, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
+    bad_words: list[Word] = Field(default_factory=list, max_length=128)
+    """Texts not to generate, each as it is tokenized at the start of a text and after a space. Other tokens that make
+    up the same text are not ruled out."""
+    allowed_token_ids: list[Token] = Field(
+        default_factory=list, min_length=1, max_length=MAX_ALLOWED_TOKENS
+    )
+    """Choose among these tokens only; leave it out to allow all."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Have what ended the answer in its text: the stop string, or the text of the stop token."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=1 << 31)
+    """Keep only this number of tokens at the end of each prompt; -1 keeps as many as fit."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=100)
+    """Log-probabilities of the prompt's tokens, each with this number of the likeliest; not in a stream."""
+    return_token_ids: bool = False
+    """Answer with the ids of the prompt's tokens and of the generated ones."""
+    return_tokens_as_token_ids: bool = False
+    """In `logprobs`, write tokens as `token_id:ID`."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> GenerationBody:
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be -1 or at least 1, got 0."
+            raise InvalidRequestError(message, param="truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true.", param="stream_options")
         if self.num_candidates < self.n:
@@ -247,8 +277,15 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
             message = "prompt_logprobs cannot be streamed. Send stream: false."
             raise InvalidRequestError(message, param="prompt_logprobs")
         self._check_beam_search()
-        self.check_grammar(use_beam_search=self.use_beam_search, ignore_eos=self.ignore_eos)
+        self._check_grammar()
         return self
+
+    def _check_grammar(self) -> None:
+        """Refuse what cannot be used together with a grammar."""
+        params = self.grammar_params
+        for name in (*params[1:], "use_beam_search", "ignore_eos"):
+            if params and getattr(self, name):
+                raise InvalidRequestError(f"{name} cannot be used with {params[0]}.", param=name)
 
     def _check_beam_search(self) -> None:
         for name in NOT_IN_BEAM_SEARCH if self.use_beam_search else ONLY_IN_BEAM_SEARCH:
@@ -305,8 +342,3 @@ class CompletionBody(GenerationBody):
     def token_limit(self) -> int:
         """Most tokens to generate for each choice."""
         return self.max_tokens
-
-    @property
-    def num_characters(self) -> int:
-        """About how much there is to tokenize."""
-        return sum(map(len, self.prompt))

@@ -1,21 +1,46 @@
-"""Fields that hold an answer to a schema, a pattern or a grammar, and the grammar that they mean."""
+"""Structured output: the fields that hold an answer to a grammar, and the check of what they mean.
+
+An error names the place of what is wrong.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from manylora import strict_json
 from manylora.engine.grammar.json_schema import json_grammar, json_object_grammar
+from manylora.engine.grammar.problems import TOO_COMPLEX, grammar_problem, schema_problem
+from manylora.engine.grammar.schema_reader import parts_of
+from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
+from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import GrammarPart
 from manylora.server.http.bodies import Body
+
+if TYPE_CHECKING:
+    from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 MAX_TEXT_LENGTH = 256 * 1024
 ChoiceText = Annotated[str, Field(min_length=1, max_length=4096)]
 Schema = dict[str, Any]
+MAX_SEARCHED = 64
+"""Parts of a schema that are tried for the place of what is wrong."""
+GrammarPart = tuple[object, str]
+"""A JSON schema, or a grammar as text, and its place in the body."""
+
+
+class WantedGrammar(NamedTuple):
+    """The grammar that answers are to be held to, not yet checked."""
+
+    lark: str
+    param: str
+    """Field of the body that asks for it."""
+    parts: Sequence[GrammarPart]
 
 
 class JsonSchemaFormat(Body):
@@ -45,12 +70,16 @@ class ResponseFormat(Body):
             raise InvalidRequestError(message, param="response_format.json_schema")
         return self
 
-    def rule(self) -> str | None:
-        """The grammar's rule; None for free text."""
+    def wanted(self) -> WantedGrammar | None:
+        """The grammar; None for free text."""
+        place = "response_format.json_schema.schema"
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         if schema is not None:
-            return json_grammar(schema, "response_format.json_schema.schema")
-        return None if self.type == "text" else json_object_grammar()
+            lark = json_grammar(schema, place)
+            return WantedGrammar(lark, "response_format", [(schema, place)])
+        if self.type == "text":
+            return None
+        return WantedGrammar(json_object_grammar(), "response_format", [])
 
 
 class StructuredOutputs(Body):
@@ -79,37 +108,26 @@ class StructuredOutputs(Body):
             raise InvalidRequestError(message, param="structured_outputs")
         return self
 
-    def rule(self) -> str:
-        """The grammar."""
+    def wanted(self) -> WantedGrammar:
+        """The grammar, and the schema or text that it is made of."""
+        name = next(name for name, value in self if value not in (None, False))
+        place = f"structured_outputs.{name.rstrip('_')}"
+        schema: object = None
         if self.json_ is not None:
-            return json_grammar(self.json_schema, "structured_outputs.json")
-        if self.regex is not None:
-            from llguidance import regex_to_lark
-
-            if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
-                message = (
-                    "The regex ends in a backslash that escapes nothing. Write two to mean one."
-                )
-                raise InvalidRequestError(
-                    message, param="structured_outputs.regex", code="invalid_grammar"
-                )
-            return f"start: /{regex_to_lark(self.regex)}/"
-        if self.choice is not None:
+            schema = _parsed(self.json_)
+            lark = json_grammar(schema, place)
+        elif self.regex is not None:
+            lark = _regex_grammar(self.regex)
+        elif self.choice is not None:
             # A name in capitals is a terminal, of which the texts are parts.
-            return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in self.choice)
-        return json_object_grammar() if self.grammar is None else _own_grammar(self.grammar)
-
-    @property
-    def json_schema(self) -> object:
-        """The JSON schema; None if it is something else."""
-        return _parsed(self.json_) if self.json_ is not None else None
-
-    @property
-    def place(self) -> str:
-        """The field of the request."""
-        return "structured_outputs." + next(
-            name for name, value in self if value not in (None, False)
-        ).rstrip("_")
+            lark = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, self.choice))
+        elif self.grammar is not None:
+            lark = _own_grammar(self.grammar)
+        else:
+            lark = json_object_grammar()
+        return WantedGrammar(
+            lark, "structured_outputs", [(lark if schema is None else schema, place)]
+        )
 
 
 class GrammarFields(Body):
@@ -121,64 +139,26 @@ class GrammarFields(Body):
     """Hold the answer to a schema, a pattern, one of some texts, or a grammar."""
 
     @property
-    def has_grammar(self) -> bool:
-        """True if answers are held to something; reading it belongs in a thread."""
+    def grammar_params(self) -> list[str]:
+        """The fields that hold answers to something, of which there may be one. Their grammar takes a while to make."""
         is_text = self.response_format is None or self.response_format.type == "text"
-        return self.structured_outputs is not None or not is_text
+        fields = {"structured_outputs": self.structured_outputs, "response_format": not is_text}
+        return [name for name, given in fields.items() if given]
 
     @property
     def has_own_grammar(self) -> bool:
         """True if the grammar is the client's, and holds the whole output."""
         return self.structured_outputs is not None and self.structured_outputs.grammar is not None
 
-    @property
-    def grammar_param(self) -> str:
-        """The field that asks for it."""
-        return "structured_outputs" if self.structured_outputs is not None else "response_format"
-
-    def grammar_parts(self) -> list[GrammarPart]:
-        """Schemas, patterns and grammars that the client sent, each with its place."""
-        if self.structured_outputs is not None:
-            schema = self.structured_outputs.json_schema
-            return [
-                (
-                    self.structured_outputs.rule() if schema is None else schema,
-                    self.structured_outputs.place,
-                )
-            ]
-        form = self.response_format
-        schema = (
-            form.json_schema.schema_ if form is not None and form.json_schema is not None else None
-        )
-        return [] if schema is None else [(schema, "response_format.json_schema.schema")]
-
-    def grammar_rule(self) -> str | None:
+    def wanted_grammar(self) -> WantedGrammar | None:
         """The grammar that answers are held to, with the rule `start`; None if they are free.
 
         Raises:
             InvalidRequestError: A schema is wrong.
         """
         if self.structured_outputs is not None:
-            return self.structured_outputs.rule()
-        return self.response_format.rule() if self.response_format is not None else None
-
-    def check_grammar(self, *, use_beam_search: bool, ignore_eos: bool) -> None:
-        """Refuse what cannot be used together with a grammar.
-
-        Raises:
-            InvalidRequestError: Something was.
-        """
-        is_text = self.response_format is None or self.response_format.type == "text"
-        others = {
-            "response_format": self.structured_outputs is not None and not is_text,
-            "use_beam_search": use_beam_search,
-            "ignore_eos": ignore_eos,
-        }
-        for name, is_there in others.items() if self.has_grammar else ():
-            if is_there:
-                raise InvalidRequestError(
-                    f"{name} cannot be used with {self.grammar_param}.", param=name
-                )
+            return self.structured_outputs.wanted()
+        return self.response_format.wanted() if self.response_format is not None else None
 
 
 def _parsed(schema: Schema | str) -> object:
@@ -191,9 +171,122 @@ def _parsed(schema: Schema | str) -> object:
         raise InvalidRequestError(message, param="structured_outputs.json") from error
 
 
+def _regex_grammar(pattern: str) -> str:
+    from llguidance import regex_to_lark
+
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        message = "The regex ends in a backslash that escapes nothing. Write two to mean one."
+        raise InvalidRequestError(message, param="structured_outputs.regex", code="invalid_grammar")
+    return f"start: /{regex_to_lark(pattern)}/"
+
+
 def _own_grammar(grammar: str) -> str:
     """A client's grammar; schemas go through `json`, where they are checked, and llguidance's JSON is not taken."""
     if "%json" in grammar or grammar.lstrip().startswith("{"):
         message = "structured_outputs.grammar takes Lark without %json. Send a schema as structured_outputs.json."
         raise InvalidRequestError(message, param="structured_outputs.grammar")
     return grammar
+
+
+async def checked_grammar(
+    wanted: WantedGrammar, checker: GrammarChecker, tenant: str = ""
+) -> Grammar:
+    """Check a grammar in a process with limits.
+
+    Args:
+        wanted: The grammar.
+        checker: Checker for the model.
+        tenant: Id of who sent it.
+
+    Raises:
+        InvalidRequestError: It is no grammar, or too large; the error names the part that is wrong.
+        CapacityError: It could not be checked.
+    """
+    lark, param, parts = wanted
+    size = len(lark.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"{param} makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
+        raise InvalidRequestError(message, param=param, code="grammar_too_large")
+    grammar = Grammar.of(lark)
+    problem = await checker.problem(grammar, tenant)
+    if problem is None:
+        return grammar
+    cause = await _Search(checker, tenant).cause(parts)
+    if cause is None:
+        place = parts[0][1] if len(parts) == 1 else param
+        if "%json" in lark:
+            cause = _Cause(place, schema_problem(problem), is_schema=True)
+        else:
+            cause = _Cause(place, grammar_problem(problem, has_lines=False), is_schema=False)
+    message = f"{cause.place[:200]}: no answer can be held to this: {cause.reason}."
+    code = "invalid_json_schema" if cause.is_schema else "invalid_grammar"
+    raise InvalidRequestError(message, param=cause.place[:200], code=code)
+
+
+class _Cause(NamedTuple):
+    """The part of a request that is wrong."""
+
+    place: str
+    reason: str
+    is_schema: bool
+
+
+@dataclass
+class _Search:
+    """Looks for the least part of a request that has the problem of the whole."""
+
+    checker: GrammarChecker
+    tenant: str
+    num_left: int = MAX_SEARCHED
+
+    async def cause(self, parts: Sequence[GrammarPart]) -> _Cause | None:
+        """The first part that is wrong, as small as it can be told; None if each part alone is right."""
+        for part, place in parts:
+            if not isinstance(part, str):
+                reason = await self._alone(part, part, place)
+                if reason is not None:
+                    found = _Cause(place, reason, is_schema=True)
+                    return await self._within(part, part, place) or found
+            elif (problem := await self._problem(part)) is not None:
+                reason = grammar_problem(problem, has_lines=place.endswith(".grammar"))
+                return _Cause(place, reason, is_schema=False)
+        return None
+
+    async def _problem(self, lark: str) -> str | None:
+        return await self.checker.problem(Grammar.of(lark), self.tenant)
+
+    async def _within(self, schema: object, root: object, path: str) -> _Cause | None:
+        for name, part in _parts(schema):
+            place = f"{path}.{name}"
+            reason = await self._alone(part, root, place)
+            if reason is not None:
+                found = _Cause(place, reason, is_schema=True)
+                return await self._within(part, root, place) or found
+        return None
+
+    async def _alone(self, schema: object, root: object, path: str) -> str | None:
+        """The fault of a part of a schema; None also if the part cannot be judged without the whole."""
+        self.num_left -= 1
+        if self.num_left < 0 or not isinstance(schema, dict) or not isinstance(root, dict):
+            return None
+        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        try:
+            lark = await asyncio.to_thread(json_grammar, {**schema, **shared}, path)
+        except InvalidRequestError:
+            return None
+        problem = await self._problem(lark)
+        reason = None if problem is None else schema_problem(problem)
+        if reason == TOO_COMPLEX:
+            self.num_left = 0  # which takes its time
+        return reason
+
+
+def _parts(schema: object) -> Iterator[tuple[str, Any]]:
+    """The keyword with a regular expression first, then the schemas within one."""
+    if isinstance(schema, dict):
+        yield from (
+            (name, {name: schema[name]})
+            for name in ("pattern",)
+            if name in schema and len(schema) > 1
+        )
+        yield from ((".".join(place), each) for place, each in parts_of(schema))

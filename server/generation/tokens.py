@@ -14,14 +14,14 @@ from starlette.responses import JSONResponse, Response
 from manylora.errors import InvalidRequestError
 from manylora.server.admission.rates import TokenizingCaller, reservation_of
 from manylora.server.auth.callers import Caller
+from manylora.server.core_services import Core, CoreServices, core_services_of
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
 from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
-from manylora.server.http.body import content_length
+from manylora.server.http.body import held_body
 from manylora.server.http.openapi import OBJECT, sends, takes
 from manylora.server.process.long_work import BYTES_PER_CHARACTER
-from manylora.server.services import Services, Wired, services_of
 
 router = APIRouter(tags=["tokens"])
 ResultT = TypeVar("ResultT")
@@ -71,7 +71,7 @@ class DetokenizeBody(Body):
 
 
 @router.post("/tokenize", response_model=TokenizeView, openapi_extra=takes(TokenizeBody))
-async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
+async def tokenize(request: Request, services: Core, caller: TokenizingCaller) -> Response:
     """Turn a prompt or a chat into token ids."""
     body = await services.bodies.json(request, TokenizeBody)
     await _check_model(services, caller, body.model)
@@ -83,7 +83,7 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
 
 
 @router.post("/detokenize", response_model=DetokenizeView, openapi_extra=takes(DetokenizeBody))
-async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
+async def detokenize(request: Request, services: Core, caller: TokenizingCaller) -> Response:
     """Turn token ids into text."""
     body = await services.bodies.json(request, DetokenizeBody)
     await _check_model(services, caller, body.model)
@@ -103,9 +103,9 @@ async def unbilled(
     Raises:
         RateLimitError: The tokens of the minute are used up when its turn comes.
     """
-    num_bytes = BYTES_PER_CHARACTER * _num_bytes(request)
+    num_bytes = BYTES_PER_CHARACTER * held_body(request).num_bytes
     begin = reservation_of(request).check_minute
-    count, result = await services_of(request).bodies.long_work.run(
+    count, result = await core_services_of(request).bodies.long_work.run(
         work, num_bytes, caller.tenant_id, caller.weight, begin
     )
     reservation_of(request).spend(count)
@@ -114,32 +114,27 @@ async def unbilled(
 
 async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
     """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
-    services = services_of(request)
-    num_bytes = _num_bytes(request)
+    services = core_services_of(request)
+    num_bytes = held_body(request).num_bytes
     made = await services.bodies.long_work.run(job, num_bytes, caller.tenant_id, caller.weight)
     return await services.chats.render(made, num_bytes)
-
-
-def _num_bytes(request: Request) -> int:
-    length = content_length(request)
-    return services_of(request).config.server.max_body_bytes if length is None else length
 
 
 @router.get(
     "/tokenizer_info", response_class=JSONResponse, responses=sends("application/json", OBJECT)
 )
-async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
+async def tokenizer_info(services: Core, _: TokenizingCaller) -> Response:
     """Show the tokenizer's settings."""
     return JSONResponse(services.tokenizer.settings)
 
 
-async def _check_model(services: Services, caller: Caller, model: str | None) -> None:
+async def _check_model(services: CoreServices, caller: Caller, model: str | None) -> None:
     """All adapters share the base's tokenizer; a name must still exist."""
     if model is not None:
-        await services.versions.names.resolve(caller.tenant_id, model)
+        await services.models.resolve(caller.tenant_id, model)
 
 
-def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:
+def _tokenized(services: CoreServices, body: TokenizeBody, text: str) -> tuple[int, bytes]:
     """The number of tokens, and the answer in JSON, which takes as long to write as to tokenize."""
     tokenizer = services.tokenizer
     is_chat = body.messages is not None
@@ -156,5 +151,5 @@ def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, 
     return len(tokens), orjson.dumps(view)
 
 
-def _detokenized(services: Services, body: DetokenizeBody) -> tuple[int, bytes]:
+def _detokenized(services: CoreServices, body: DetokenizeBody) -> tuple[int, bytes]:
     return len(body.tokens), orjson.dumps({"prompt": services.tokenizer.decode(body.tokens)})

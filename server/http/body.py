@@ -204,22 +204,23 @@ class HeldBody:
         self._budget = budget
         self._tenant_of = tenant
         self._tenant = ""
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Bytes of it that are kept: all of them once it was read."""
 
     def keep(self, num_bytes: int) -> None:
         """Have room for a number of bytes in all; raises like `BodyBudget.take`."""
-        if num_bytes <= self._num_bytes:
+        if num_bytes <= self.num_bytes:
             return
-        if not self._num_bytes:
+        if not self.num_bytes:
             self._tenant = self._tenant_of()
-        self._budget.take(self._tenant, num_bytes - self._num_bytes)
-        self._num_bytes = num_bytes
+        self._budget.take(self._tenant, num_bytes - self.num_bytes)
+        self.num_bytes = num_bytes
 
     def end(self) -> None:
         """Give back all of it: nobody needs the body any more. Later calls do nothing."""
-        if self._num_bytes:
-            self._budget.give_back(self._tenant, self._num_bytes)
-            self._num_bytes = 0
+        if self.num_bytes:
+            self._budget.give_back(self._tenant, self.num_bytes)
+            self.num_bytes = 0
 
 
 def held_body(request: Request) -> HeldBody:

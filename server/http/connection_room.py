@@ -25,6 +25,11 @@ MOST_STRANGERS = 4096
 """Connections without a valid key, for their memory."""
 WARN_S = 60.0
 """Seconds between two lines of the log about connections that had to give way."""
+IS_CLOSING = "is_closing"
+"""Key in a request's state of a function that says whether the connection is closing. The ASGI message about it comes
+some turns of the event loop later."""
+TRUST = "trust_connection"
+"""Key in a request's state of a function to call once its key was found valid."""
 
 
 class Connection(Protocol):

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
-"""Answered without a key, to GET and HEAD."""
+from manylora.server.http.route_facts import PUBLIC_PATHS
+
 STATIC = Path(__file__).resolve().parents[1] / "static"
 PAGES = (
     "/",

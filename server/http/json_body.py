@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from manylora import strict_json
-from manylora.errors import InvalidRequestError, UnsupportedParameterError
+from manylora.errors import InvalidRequestError, RequestError, UnsupportedParameterError
 from manylora.server.http.bodies import Body
 from manylora.server.http.body import Pace, held_body, read_chunks
 from manylora.server.http.wrong_value import wrong_value
@@ -105,9 +107,30 @@ def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
         raise _explain(error) from error
 
 
+@contextmanager
+def named(own: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about a body name the fields of another one, which it was made of.
+
+    Args:
+        own: Names of the other's fields, by patterns of the body's. Of two that fit, the first one counts.
+    """
+    try:
+        yield
+    except RequestError as error:
+        given = error.param or ""
+        for pattern, name in own.items():
+            found = re.match(rf"{pattern}(?=\.|$)", given)
+            if found:
+                error.param = found.expand(name) + given[found.end() :]
+                if error.message.startswith(given):
+                    error.message = error.param + error.message.removeprefix(given)
+                break
+        raise
+
+
 def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParameterError:
     first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"])[:200]
+    param = ".".join(str(part) for part in first["loc"] if part != "[key]")[:200]
     if first["type"] == "extra_forbidden":
         return UnsupportedParameterError(f"{param} is not a parameter of this route.", param=param)
     if first["type"] == "missing":

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import manylora
-from manylora.server.http.dashboard import PUBLIC_PATHS
-from manylora.server.http.route_facts import ROUTES, error_shape
+from manylora.server.http.route_facts import PUBLIC_PATHS, ROUTES, error_shape
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")

@@ -49,6 +49,9 @@ class RouteFacts:
 ROUTES: dict[str, RouteFacts] = {}
 """The table, by path. `manylora.server.apis` has it whole."""
 
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
+"""Answered without a key, to GET and HEAD."""
+
 
 def declare(facts: RouteFacts) -> RouteFacts:
     """Enter a route in the table.

@@ -7,7 +7,7 @@ routes.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -18,9 +18,7 @@ from manylora.errors import (
     TimeoutExceededError,
 )
 from manylora.server.errors import error_response
-
-if TYPE_CHECKING:
-    from manylora.server.http.connection_room import ConnectionRoom
+from manylora.server.http.connection_room import IS_CLOSING, TRUST, ConnectionRoom
 
 MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""
@@ -32,13 +30,6 @@ LINGER_S = 1.0
 """Seconds that a refused client has to read why, before the connection is closed."""
 HEAD_S = 10.0
 """Seconds that a head may take, from the start of the connection or its first byte."""
-IS_CLOSING = "is_closing"
-"""Key in a request's state of a function that says whether the connection is closing. The ASGI message about it comes
-some turns of the event loop later."""
-
-
-TRUST = "trust_connection"
-"""Key in a request's state of a function to call once its key was found valid."""
 
 
 class BoundedReads(asyncio.BufferedProtocol):

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from manylora.registry.db.clock import month_of
 from manylora.registry.limits import Limits
 
-if TYPE_CHECKING:
-    from manylora.registry.access.limit_leases import LeaseAnswer
-    from manylora.registry.usage.ledger import UsageLedger
-
 SPAN_S = 60
-TakenAt: TypeAlias = "int | LeaseAnswer | None"
-"""Moment of a `take`, for `give_back`: the second of a window; for a lease, the database's last answer before it."""
+TakenAt = int | Sequence[float] | None
+"""Moment of a `take`, for `give_back`: the second of a window; for a lease, its `LeaseAnswer` before it."""
+ReadMonth = Callable[[str, datetime, Collection[str]], Awaitable[int]]
+"""`UsageLedger.month_tokens`."""
 Holder = Literal["tenant", "key"]
 MAX_ACCOUNTS = 10_000
 """Most accounts before idle ones are deleted."""
@@ -164,7 +162,7 @@ class Accounts:
         self,
         held: Sequence[LimitedAccount],
         month: datetime,
-        usage: UsageLedger,
+        read: ReadMonth,
         *,
         with_month: bool,
     ) -> bool:
@@ -183,11 +181,11 @@ class Accounts:
             and (with_month or each.limits.tokens_per_month is not None)
         ]
         for each in unread:
-            await _read_month(usage, each, month)
+            await _read_month(read, each, month)
         return bool(unread)
 
 
-async def _read_month(usage: UsageLedger, held: LimitedAccount, month: datetime) -> None:
+async def _read_month(read: ReadMonth, held: LimitedAccount, month: datetime) -> None:
     """Read the month's sum from the ledger; requests that end meanwhile count once."""
     account = held.account
     async with account.reading:
@@ -195,7 +193,7 @@ async def _read_month(usage: UsageLedger, held: LimitedAccount, month: datetime)
             return
         account.arrived = {}
         try:
-            tokens = await usage.month_tokens(held.holder_id, month, account.arrived)
+            tokens = await read(held.holder_id, month, account.arrived)
             account.month_tokens = tokens + sum(
                 count for ended, count in account.arrived.values() if ended == month
             )

@@ -23,7 +23,7 @@ from manylora.registry.access.limit_leases import LimitLeases
 from manylora.registry.cache import MAX_AGE_S, PATIENCE_S
 from manylora.registry.db.database import unavailable
 from manylora.registry.limits import Limits
-from manylora.server.limits.accounts import Account, Accounts, LimitedAccount
+from manylora.server.limits.accounts import Account, Accounts, LimitedAccount, ReadMonth
 from manylora.server.limits.limit_lease import TICK_S, DueLeases, LimitLease
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class SharedAccounts(Accounts):
         self,
         held: Sequence[LimitedAccount],
         _month: datetime,
-        _usage: UsageLedger,
+        _read: ReadMonth,
         *,
         with_month: bool,
     ) -> bool:

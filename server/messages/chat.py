@@ -7,9 +7,8 @@ from typing import Any
 
 from manylora.errors import InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatBody
-from manylora.server.generation.items import named
 from manylora.server.generation.schemas import SamplingFields
-from manylora.server.http.json_body import validate
+from manylora.server.http.json_body import named, validate
 from manylora.server.messages import schemas
 
 _SAME = ("model", *SamplingFields.model_fields)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from manylora.server.admission.rates import TokenizingCaller
-from manylora.server.generation.items import named
+from manylora.server.core_services import Core
 from manylora.server.generation.prompts import chat_job, check_text
 from manylora.server.generation.routes import post
 from manylora.server.generation.run import GenerationRun
 from manylora.server.generation.tokens import rendered_chat, unbilled
+from manylora.server.http.json_body import named
 from manylora.server.http.openapi import takes
 from manylora.server.messages import MESSAGES
 from manylora.server.messages.chat import NAMES, chat_of
@@ -20,7 +21,6 @@ from manylora.server.messages.schemas import (
     TokenCountView,
 )
 from manylora.server.messages.writer import MessageWriter
-from manylora.server.services import Wired
 
 router = APIRouter()
 
@@ -36,11 +36,11 @@ async def message(run: GenerationRun, body: MessagesBody) -> None:
 
 @router.post("/v1/messages/count_tokens", openapi_extra=takes(TokenCountBody), tags=["tokens"])
 async def count_tokens(
-    request: Request, services: Wired, caller: TokenizingCaller
+    request: Request, services: Core, caller: TokenizingCaller
 ) -> TokenCountView:
     """Count the tokens of a conversation as the model reads it."""
     body = await services.bodies.json(request, TokenCountBody)
-    await services.versions.names.resolve(caller.tenant_id, body.model)
+    await services.models.resolve(caller.tenant_id, body.model)
 
     max_model_len = services.ready.max_model_len
     rendered = await rendered_chat(

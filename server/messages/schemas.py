@@ -9,9 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from manylora.errors import InvalidRequestError
-from manylora.server.generation import unsupported_params
-from manylora.server.generation.chat_schemas import MAX_MESSAGES, TextPart
-from manylora.server.generation.items import kind_of, text_of, with_kinds
+from manylora.server.generation.chat_schemas import (
+    MAX_MESSAGES,
+    TextPart,
+    kind_of,
+    text_of,
+    with_kinds,
+)
 from manylora.server.generation.schemas import SamplingFields
 from manylora.server.http.bodies import Body, StoredBody, View
 
@@ -141,11 +145,6 @@ class OutputConfig(Body):
 
 class TokenCountBody(SamplingFields):
     """Body of POST /v1/messages/count_tokens."""
-
-    takes_nul = True
-    ignored = unsupported_params.IGNORED
-    neutral_values = unsupported_params.SHARED
-    hints = unsupported_params.HINTS
 
     model: str = Field(min_length=1, max_length=512)
     """As in a chat: the base's served name, or an adapter."""

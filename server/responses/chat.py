@@ -57,8 +57,10 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Several tools are nested in a chat. Whether the choice is sound, the chat says."""
+    """Tools are nested in a chat. Whether the choice is sound, the chat says."""
     match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
             named = [{"type": "function", "function": tool} for tool in tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}

@@ -6,10 +6,9 @@ from functools import partial
 
 from fastapi import APIRouter
 
-from manylora.server.generation.items import named
 from manylora.server.generation.routes import post
 from manylora.server.generation.run import GenerationRun
-from manylora.server.http.json_body import validate
+from manylora.server.http.json_body import named, validate
 from manylora.server.responses import RESPONSES
 from manylora.server.responses.chat import NAMES, ResponsesChat, chat_of
 from manylora.server.responses.schemas import ResponsesBody, ResponseView

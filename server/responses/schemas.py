@@ -10,8 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.generation import unsupported_params
-from manylora.server.generation.chat_schemas import MAX_MESSAGES
-from manylora.server.generation.items import kind_of, text_of, with_kinds
+from manylora.server.generation.chat_schemas import MAX_MESSAGES, kind_of, text_of, with_kinds
 from manylora.server.generation.schemas import SamplingFields
 from manylora.server.http.bodies import Body, Labels, StoredBody, View
 from manylora.server.tools.schemas import ToolFunction, parse_arguments
@@ -150,7 +149,6 @@ class ReasoningOptions(Body):
 class ResponsesBody(SamplingFields):
     """Body of POST /v1/responses."""
 
-    takes_nul = True
     hints = unsupported_params.HINTS | UNSUPPORTED
     ignored = unsupported_params.IGNORED | {"stream_options"}
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {

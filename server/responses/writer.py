@@ -10,9 +10,8 @@ import orjson
 
 from manylora.errors import ManyloraError, RateLimitError, RequestError
 from manylora.server.errors import error_body
-from manylora.server.generation.items import Item, ItemWriter
+from manylora.server.generation.answer_parts import Item, ItemWriter, JsonObject
 from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import JsonObject
 from manylora.server.http import sse
 from manylora.server.responses.schemas import ResponsesBody
 
@@ -20,9 +19,16 @@ _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _TEXT_EVENTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
 _FIXED: JsonObject = {
     **dict.fromkeys(
-        ("error", "incomplete_details", "usage", "previous_response_id", "max_tool_calls")
+        (
+            "error",
+            "incomplete_details",
+            "usage",
+            "previous_response_id",
+            "max_tool_calls",
+            "safety_identifier",
+            "prompt_cache_key",
+        )
     ),
-    **dict.fromkeys(("safety_identifier", "prompt_cache_key")),
     "store": False,
     "background": False,
     "service_tier": "default",

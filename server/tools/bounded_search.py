@@ -7,7 +7,7 @@ all searches for one answer share a budget of computing time, which a sound temp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import thread_time
 from typing import Any
 
@@ -67,25 +67,25 @@ class SearchBudget:
         return None if pattern is None else BoundedPattern(pattern, self)
 
 
+@dataclass(frozen=True)
 class BoundedPattern:
     """A compiled expression as transformers' parser uses it, within a budget."""
 
-    def __init__(self, pattern: Any, budget: SearchBudget) -> None:  # noqa: ANN401
-        self._pattern = pattern
-        self._budget = budget
+    pattern: Any
+    budget: SearchBudget
 
     def search(self, text: str, start: int, **options: bool) -> Any:  # noqa: ANN401
         """The first match at or after `start`."""
-        return self._budget.run(self._pattern.search, text, start, **options)
+        return self.budget.run(self.pattern.search, text, start, **options)
 
     def match(self, text: str, start: int) -> Any:  # noqa: ANN401
         """The match at `start`."""
-        return self._budget.run(self._pattern.match, text, start)
+        return self.budget.run(self.pattern.match, text, start)
 
     def finditer(self, text: str) -> list[Any]:
         """All matches."""
         return list(
-            self._budget.run(lambda timeout: list(self._pattern.finditer(text, timeout=timeout)))
+            self.budget.run(lambda timeout: list(self.pattern.finditer(text, timeout=timeout)))
         )
 
 

@@ -7,7 +7,8 @@ import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from manylora.errors import InvalidRequestError
@@ -41,6 +42,8 @@ class Reading:
     content: str = ""
     reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    """Log-probabilities of the tokens of the content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +93,6 @@ def plan_answer(
     return AnswerPlan(format=answer, tools=tools, prefix=prefix, shows_reasoning=shows_reasoning)
 
 
-def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
-    """Pieces of calls with those of one call as one, in the order of the calls."""
-    calls: dict[int, CallPiece] = {}
-    for piece in pieces:
-        known = calls.get(piece.index)
-        calls[piece.index] = (
-            replace(known, arguments=known.arguments + piece.arguments) if known else piece
-        )
-    return tuple(calls.values())
-
-
 class AnswerReader:
     """Reads one answer, fed in pieces of any size.
 
@@ -124,6 +116,8 @@ class AnswerReader:
         """True while the text of the open call is its arguments."""
         self._has_text = {"content": False, "reasoning": False}
         self._has_marker = self._is_broken = False
+        self._unread: list[object] = []
+        """Log-probabilities of tokens that may be content, or the mark of something else."""
         self._reset()
         for event in self._parser.initial_events:
             self._take(event)
@@ -165,25 +159,45 @@ class AnswerReader:
         head = self._plan.format.call_head if self._plan.tools else ""
         return self._region == CALLS_FIELD or bool(head and head in self.pending)
 
-    def read(self, text: str, ends: Sequence[int]) -> tuple[Reading, int]:
+    def read(
+        self, text: str, ends: Sequence[int], logprobs: Sequence[object] = ()
+    ) -> tuple[Reading, int]:
         """Take the text of some tokens.
 
         Args:
             text: What the tokens add.
             ends: Where in it the text of each token ends.
+            logprobs: Log-probabilities of each token, where those of the content are wanted.
 
         Returns:
             What is certain with it, and how many of the tokens are reasoning.
         """
-        self._now = Reading()
+        now = self._now = Reading()
         num_reasoning = start = 0
-        for end in [*ends[:-1], len(text)]:
+        sorts_logprobs = bool(logprobs or self._unread)
+        for end, logprob in zip_longest([*ends[:-1], len(text)], logprobs):
             was_reasoning = self.is_reasoning
+            before = (len(now.content), len(now.calls), self.is_text) if sorts_logprobs else None
             for event in self._parser.feed(text[start:end]):
                 self._take(event)
-            num_reasoning += bool(ends) and (was_reasoning or self.is_reasoning)
+            is_reasoning = bool(ends) and (was_reasoning or self.is_reasoning)
+            num_reasoning += is_reasoning
             start = max(start, end)
-        return self._now, num_reasoning
+            if before is not None:
+                self._unread += [] if logprob is None else [logprob]
+                self._sort_logprobs(*before, is_reasoning=is_reasoning)
+        return now, num_reasoning
+
+    def _sort_logprobs(
+        self, num_content: int, num_calls: int, was_text: bool, *, is_reasoning: bool
+    ) -> None:
+        """Add those of tokens that turned out to be content, and drop those of marks; all before the last token."""
+        now = self._now
+        if len(now.content) > num_content:
+            now.logprobs += self._unread
+        elif len(now.calls) == num_calls and not is_reasoning and (was_text or not self.is_text):
+            return
+        self._unread.clear()
 
     def close(self, reading: Reading, *, is_cut: bool) -> bool:
         """Add the rest, when no more text comes; returns whether a call was cut, or its arguments are no JSON.
@@ -193,6 +207,8 @@ class AnswerReader:
             is_cut: Whether the answer was ended from outside: by its length or a stop.
         """
         self._now = reading
+        if self.is_text:
+            reading.logprobs += self._unread
         # Of tags the parser takes what is there.
         is_cut = (
             is_cut

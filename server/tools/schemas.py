@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from manylora import strict_json
@@ -87,6 +87,37 @@ def parse_arguments(text: object) -> dict[str, Any]:
     return value
 
 
+class NamedFunction(StoredBody):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(StoredBody):
+    """A tool by its name: the one to call, or one that may be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(StoredBody):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolsChoice(StoredBody):
+    """The choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+SentToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+_sent = TypeAdapter[SentToolChoice](SentToolChoice)
+
+
 def parse_tool_choice(value: object) -> ToolChoice:
     """The field `tool_choice`.
 
@@ -95,46 +126,19 @@ def parse_tool_choice(value: object) -> ToolChoice:
     """
     if isinstance(value, ToolChoice):
         return value
-    if value in ("none", "auto", "required"):
-        return ToolChoice(mode=value)
-    match value:
-        case {"type": "function", "function": {"name": str(name)}} | {
-            "type": "function",
-            "name": str(name),
-        }:
-            return ToolChoice(mode="required", names=frozenset({name}), is_single=True)
-        case {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)},
-        }:
-            names = [_name(tool) for tool in tools]
-            if names and None not in names:
-                return ToolChoice(mode=mode, names=frozenset(str(name) for name in names))
-    raise InvalidRequestError(
-        'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}.',
-        param="tool_choice",
-    )
-
-
-def _name(tool: object) -> str | None:
-    match tool:
-        case {"type": "function", "function": {"name": str(name)}}:
-            return name
-    return None
-
-
-def _object_schema(**properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-TOOL_CHOICE_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        _object_schema(
-            type={"const": "function"}, function=_object_schema(name={"type": "string"})
-        ),
-        _object_schema(type={"const": "allowed_tools"}, allowed_tools={"type": "object"}),
-    ]
-}
-"""For the OpenAPI page."""
+    try:
+        sent = _sent.validate_python(value)
+    except ValidationError as error:
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}.',
+            param="tool_choice",
+        ) from error
+    if isinstance(sent, NamedTool):
+        names = frozenset({sent.function.name})
+        return ToolChoice(mode="required", names=names, is_single=True)
+    if isinstance(sent, AllowedToolsChoice):
+        allowed = sent.allowed_tools
+        names = frozenset(tool.function.name for tool in allowed.tools)
+        return ToolChoice(mode=allowed.mode, names=names)
+    return ToolChoice(mode=sent)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from manylora.errors import AdapterUnavailableError
 from manylora.registry.names import model_not_found
-from manylora.server.versions.names import ResolvedModel
+from manylora.server.versions.resolved_model import ResolvedModel
 
 if TYPE_CHECKING:
     from manylora.adapters.blobs.memory import MemoryBlobs

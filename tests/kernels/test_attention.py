@@ -317,7 +317,7 @@ def test_torch_operators_prepare_once_for_all_layers() -> None:
 def test_torch_operators_do_not_pad_items_to_the_longest() -> None:
     operands = ScatteredKv(AttentionCase(((1, 2000), (1, 20), (1, 25), (1, 1990), (1, 30))))
     operands.attend(TORCH.kernels.paged_attention)
-    assert [(bucket.count, bucket.length) for bucket in prepared_by(operands).buckets] == [
+    assert [(bucket.count, bucket.length) for bucket in prepared_by(operands).gathers] == [
         (2, 2000),
         (3, 30),
     ]
@@ -327,5 +327,5 @@ def test_torch_operators_bound_the_memory_of_a_bucket(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plain, "BUCKET_BYTES", 64 * 2 * 32 * 4)
     operands = ScatteredKv(AttentionCase(((1, 40),) * 3 + ((1, 100),)))
     out = operands.attend(TORCH.kernels.paged_attention)
-    assert [bucket.count for bucket in prepared_by(operands).buckets] == [1, 1, 1, 1]
+    assert [bucket.count for bucket in prepared_by(operands).gathers] == [1, 1, 1, 1]
     assert_rows_close(out, operands.attend(ORACLES.paged_attention))

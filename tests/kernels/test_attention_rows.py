@@ -14,7 +14,6 @@ from implementations import BF16, F32, Implementation
 from manylora.kernels.attention_batch import (
     AttentionBatch,
     AttentionRows,
-    chunk_tiles,
     split_starts,
 )
 from numerics import assert_rows_close, bits
@@ -77,10 +76,9 @@ def test_unused_items_and_tiles_change_nothing(window: int | None, impl: Impleme
     )
     expected = operands.attend(impl.kernels.paged_attention)
     before, count = operands.batch.rows(2, window or 0), len(operands.q)
-    # Three rows of padding are items of length 0; two places for items are not used, beside rows that others have.
-    rows = padded(
-        before, [(0, 0, -1), (count - 1, 9, 0), (count - 2, 0, 0), (3, 0, -1), (count - 3, 0, 0)], 2
-    )
+    # Four rows of no request are items of length 0; two places for items are not used, beside rows that others have.
+    of_none = [(count - 1, 9, 0), (count - 2, 0, 0), (count - 3, 0, 0), (16, 0, 0)]
+    rows = padded(before, [(0, 0, -1), *of_none, (3, 0, -1)], 2)
     operands.batch = AttentionBatch.of_rows(rows, count)
     out = operands.attend(impl.kernels.paged_attention)
     assert torch.equal(bits(out), bits(expected))
@@ -143,9 +141,7 @@ def test_the_first_row_of_a_tile_may_be_any_row_of_its_chunk(impl: Implementatio
     operands = ScatteredKv(AttentionCase(((64, 150),), 2, 1, 16, 16), impl.device)
     whole = operands.attend(impl.kernels.paged_attention)
     rows = operands.batch.rows(2, 0)
-    pieces = np.concatenate(
-        [chunk_tiles([piece], 2) for piece in ((0, 5, 86, 0), (5, 40, 91, 0), (45, 19, 131, 0))], 1
-    )
+    pieces = np.array(((0, 5, 86, 0), (5, 40, 91, 0), (45, 19, 131, 0)), dtype=np.int32).T.copy()
     cut = dataclasses.replace(rows, tiles=torch.from_numpy(pieces).to(impl.device))
     operands.batch = AttentionBatch.of_rows(cut, 64)
     assert torch.equal(bits(operands.attend(impl.kernels.paged_attention)), bits(whole))

@@ -21,7 +21,7 @@ def test_each_compilation_after_begin_is_counted_and_told(tmp_path: Path) -> Non
     assert len(by_the_watch) == 2, "one from each watch"
     assert re.fullmatch(
         r"a kernel was compiled while requests are served: add_kernel\(BLOCK=16, num_warps=4, num_stages=3; "
-        r"dividing by 16: x, n\) took \d+ ms",
+        r"dividing by 16: x, n\)",
         by_the_watch[0],
     )
 

@@ -5,11 +5,11 @@ import torch
 
 from implementations import BF16, TRITON
 from manylora.kernels.attend import Rotation
-from manylora.kernels.attention_batch import AttentionBatch
 from manylora.kernels.kv_layer import KvLayer
-from manylora.kernels.sampling import RowSampling, SamplingColumns, sampling_words
+from manylora.kernels.sampling import RowSampling, sampling_words
 from numerics import assert_rows_close
 from oracles import ORACLES
+from scattered_kv import listed_batch
 from scattered_lora import ScatteredLora, SgmvCase
 
 pytestmark = [
@@ -50,7 +50,7 @@ def test_a_captured_graph_samples_as_is_asked_later() -> None:
         torch.empty(8, dtype=torch.int32, device=CUDA),
     )
     words = torch.from_numpy(sampling_words(steps[0])).to(CUDA)
-    sample, columns = TRITON.make().sample, SamplingColumns(words)
+    sample, columns = TRITON.make().sample, words
     sample(logits.normal_(), columns, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -62,7 +62,7 @@ def test_a_captured_graph_samples_as_is_asked_later() -> None:
         graph.replay()
         assert torch.equal(out, sample(logits, columns))
         for row in range(8):
-            alone = SamplingColumns.build(rows[row : row + 1], CUDA)
+            alone = torch.from_numpy(sampling_words(rows[row : row + 1])).to(CUDA)
             assert torch.equal(out[row : row + 1], sample(logits[row : row + 1], alone))
 
 
@@ -83,11 +83,11 @@ def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:
     rotation = Rotation(
         angles.cos(), angles.sin(), torch.zeros(40, dtype=torch.int32, device=CUDA)
     )  # none at all
-    batch = AttentionBatch.build([table], [40], [40], CUDA, page_tokens)
+    batch = listed_batch([table], [40], [40], CUDA, page_tokens)
     TRITON.kernels.attend(qkv, None, rotation, kv, slots, batch, 0.1)
     assert torch.equal(kv.k[table].transpose(1, 2).flatten(0, 1)[:40], k)
     for rows in (1, 40):
-        batch = AttentionBatch.build([table], [rows], [40], CUDA, page_tokens)
+        batch = listed_batch([table], [rows], [40], CUDA, page_tokens)
         q = TRITON.randn((rows, 32, head_dim), BF16, 2)
         assert_rows_close(
             TRITON.kernels.paged_attention(q, kv, batch, 0.1),

@@ -10,11 +10,11 @@ import torch
 from manylora.benchmarks.engine.kernels import relative_error
 from manylora.benchmarks.model_shapes import QWEN
 from manylora.config import KvDtype
-from manylora.kernels.attention_batch import AttentionBatch
 from manylora.kernels.dispatch import kernels_for
 from manylora.kernels.kv_layer import KvLayer
 from manylora.kernels.plain.rows import kv_write
 from manylora.memory.arena import Arena
+from scattered_kv import listed_batch
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantisation.md"
@@ -33,7 +33,7 @@ def decoded(context: int, kv_dtype: KvDtype) -> torch.Tensor:
     kv = KvLayer(*arena.kv(0), arena.kv_scales(0))
     kv_write(k, v, kv, slots)
     pages = list(range(1, arena.num_pages))
-    batch = AttentionBatch.build([pages], [1], [context], CPU, geometry.page_tokens)
+    batch = listed_batch([pages], [1], [context], CPU, geometry.page_tokens)
     attend = kernels_for(CPU, torch.bfloat16).paged_attention
     return attend(q[-1:], kv, batch, QWEN.head_dim**-0.5)[0]
 

@@ -309,13 +309,11 @@ def test_other_dtypes_are_refused() -> None:
 
 @needs_compiler
 def test_too_little_memory_is_an_error_and_not_the_end_of_the_process() -> None:
-    task = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    task = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
     kv = KvLayer(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
     attend = native_function("attend", torch.float32, ARGUMENTS, ctypes.c_bool)
     no_rows, head_dim = (0, 0, 0, 0.0, 0, 0, 0), 1 << 50
-    assert attend(
-        0, 0, 0, *no_rows, kv.address, 0, 0, task.data_ptr(), 1, 1, 1, head_dim, 1.0, 0, 0
-    )
+    assert attend(0, 0, 0, *no_rows, kv.address, 0, task.data_ptr(), 1, 1, 1, head_dim, 1.0, 0, 0)
 
 
 @pytest.mark.usefixtures("little_sources")

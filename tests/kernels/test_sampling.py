@@ -10,11 +10,8 @@ from implementations import CPU, TORCH, Implementation
 from manylora.kernels.sampling import (
     NON_FINITE,
     NOTHING_LEFT,
-    RowEdits,
     RowSampling,
-    SamplingColumns,
-    apply_edits,
-    edit_arrays,
+    sampling_words,
 )
 from oracles import ORACLES, probabilities
 
@@ -49,11 +46,10 @@ def logits_of(vocab_size: int, rows: int = 1, seed: int = 0, spread: float = 3.0
 
 def columns_of(
     rows: Sequence[tuple[Parameters, float]], device: torch.device = CPU
-) -> SamplingColumns:
+) -> torch.Tensor:
     """From (parameters, uniform) of each row."""
-    return SamplingColumns.build(
-        [RowSampling(*parameters, uniform) for parameters, uniform in rows], device
-    )
+    words = sampling_words([RowSampling(*parameters, uniform) for parameters, uniform in rows])
+    return torch.from_numpy(words).to(device)
 
 
 def draws(
@@ -275,59 +271,6 @@ def test_a_flat_distribution_reaches_top_p_too() -> None:
     assert (p[tokens] > 0).all()
 
 
-def edit(logits: torch.Tensor, rows: Sequence[RowEdits]) -> None:
-    apply_edits(logits, [torch.from_numpy(array) for array in edit_arrays(rows, logits.shape[1])])
-
-
-def test_penalties_are_those_of_openai_and_transformers() -> None:
-    logits = torch.tensor(
-        [
-            [2.0, -2.0, 1.0, 0.5, 3.0],
-            [1.0] * 5,
-            [2.0, -2.0, 1.0, 0.5, 3.0],
-            [4.0, -4.0, 4.0, 1.0, 1.0],
-        ]
-    )
-    rows = [
-        RowEdits(row=0, prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition=2.0),
-        RowEdits(
-            row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25
-        ),
-        RowEdits(
-            row=3, prompt_token_ids=[0, 1], output_token_ids=[1, 2], repetition=2.0, presence=1.0
-        ),
-    ]
-    edit(logits, rows)
-    expected = [
-        [1.0, -4.0, 0.5, 0.25, 3.0],
-        [1.0] * 5,
-        [2.0, -3.25, 1.0, 0.5, 2.25],
-        [2.0, -9.0, 1.0, 1.0, 1.0],
-    ]
-    assert torch.allclose(logits, torch.tensor(expected))
-
-
-def test_biases_are_added_after_penalties_and_unknown_tokens_ignored() -> None:
-    logits = torch.tensor([[4.0, 1.0], [1.0, 1.0]])
-    rows = [RowEdits(row=0, output_token_ids=[0], repetition=2.0, bias={0: 3.0, 2: 100.0, -1: 5.0})]
-    edit(logits, rows)
-    assert logits.tolist() == [[5.0, 1.0], [1.0, 1.0]]
-
-
-def test_only_allowed_tokens_stay_after_biases_and_other_rows_keep_theirs() -> None:
-    logits = torch.tensor([[4.0, 1.0, 2.0], [1.0, 3.0, 1.0], [5.0, 6.0, 7.0]])
-    rows = [
-        RowEdits(row=2, allowed_token_ids=(2, 0, 2), bias={0: 1.5}),
-        RowEdits(row=0, allowed_token_ids=[1]),
-    ]
-    edit(logits, rows)
-    assert logits.tolist() == [
-        [-torch.inf, 1.0, -torch.inf],
-        [1.0, 3.0, 1.0],
-        [6.5, -torch.inf, 7.0],
-    ]
-
-
 @pytest.mark.parametrize("vocab_size", [7, 640, 1000])
 def test_logprobs_equal_the_oracle(vocab_size: int, impl: Implementation) -> None:
     logits = logits_of(vocab_size, rows=5)
@@ -359,7 +302,7 @@ def test_misfits_are_refused(impl: Implementation) -> None:
     with pytest.raises(ValueError, match=r"columns: expected shape \[5, 1\], got \[5, 2\]"):
         impl.kernels.sample(logits, columns_of([(FILTERS[0], 0.5)] * 2, impl.device))
     with pytest.raises(ValueError, match="columns: expected contiguous elements"):
-        impl.kernels.sample(logits, SamplingColumns(columns.words.repeat(1, 2)[:, ::2]))
+        impl.kernels.sample(logits, columns.repeat(1, 2)[:, ::2])
     with pytest.raises(
         ValueError, match=r"logits: expected dtype torch\.float32, got torch\.float16"
     ):

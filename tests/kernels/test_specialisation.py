@@ -9,8 +9,8 @@ import torch
 
 from fake_triton import fake_triton
 from implementations import BF16, CPU, INTERPRETS, TRITON
-from manylora.kernels.attention_batch import AttentionBatch
 from manylora.kernels.kv_layer import KvLayer
+from scattered_kv import listed_batch
 
 pytestmark = pytest.mark.skipif(INTERPRETS, reason="the interpreter compiles nothing")
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
@@ -43,7 +43,7 @@ def test_attention_is_compiled_once_for_all_batches_and_contexts() -> None:
             contexts = [draw.randint(1, longest) for _ in range(size)]
             rows = [draw.choice((1, 1, 2, 8, 9, 100)) for _ in range(size)]
             contexts = [max(context, count) for context, count in zip(contexts, rows, strict=True)]
-            batch = AttentionBatch.build([table] * size, rows, contexts, CPU, PAGE_TOKENS)
+            batch = listed_batch([table] * size, rows, contexts, CPU, PAGE_TOKENS)
             q = torch.empty((sum(rows), 34, 128), dtype=BF16)[:, :32]
             kernels.paged_attention(q, KvLayer(arena[:, 1, 0], arena[:, 1, 1]), batch, 0.1)
     assert fake.variants == {"item_kernel": 1, "chunk_kernel": 1}

@@ -12,7 +12,8 @@ import torch
 from implementations import CPU, INTERPRETS, TRITON
 from manylora.adapters.lora import step as lora_step
 from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
-from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.host_rows import host_rows, host_slots
+from manylora.engine.execution.packed_step import pack_step
 from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.decoder import KvViews
 from step_driver import StepDriver
@@ -54,12 +55,14 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
 
     # Once with the adapters as they are prepared, once as a captured step has them.
     plan = driver.plan([driver.chunk(request) for request in requests], [])
-    batch = build_batch(plan, driver.geometry, driver.arena.num_pages, CPU)
+    step = pack_step(plan, driver.geometry, driver.arena.num_pages)
+    rows = host_rows(step, driver.geometry.page_tokens, CPU)
+    row_slots = host_slots(step, rows)
     kv = KvViews.of(driver.arena, driver.decoder.spec.sliding_windows)
-    decoder, rows, num_rows = driver.decoder, batch.rows, len(batch.row_slots)
-    eager = decoder.logits(decoder.forward(rows, kv, driver.lora.prepare(batch.row_slots)))
+    decoder, num_rows = driver.decoder, len(row_slots)
+    eager = decoder.logits(decoder.forward(rows, kv, driver.lora.prepare(row_slots)))
     tiles = np.empty((3, tile_capacity(num_rows, driver.tables.slots, 16)), dtype=np.int32)
-    fill_tiles(tiles, batch.row_slots, 16)
+    fill_tiles(tiles, row_slots, 16)
     static_rows = replace(
         rows,
         tokens=torch.arange(-1, -1 - num_rows, -1, dtype=torch.int32),
@@ -73,6 +76,6 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
     assert torch.equal(static, eager)
 
     for place, (tokens, which) in enumerate(zip(PROMPTS, order, strict=True)):
-        got = torch.cat((first[place], eager[batch.step.chunk_rows[place]][None]))
+        got = torch.cat((first[place], eager[step.chunk_rows[place]][None]))
         expected = reference_logits(load_reference(model), [*tokens, 17], folders[which])
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -24,15 +24,17 @@ from manylora.config import GIB, AdapterConfig, Config, ModelConfig, RegistryCon
 from manylora.registry.db.clock import utc_now
 from manylora.registry.registry import Registry
 from manylora.server.app import create_app
+from manylora.server.core_services import CallerLimits, Clock
 from manylora.server.http.body import Pace
 from manylora.server.http.json_body import BodyReader
 from manylora.server.http.listen import ApiServer, bind, url_of
 from manylora.server.process.database_turns import database_turns
 from manylora.server.process.drain import Drain
 from manylora.server.serve import gate_of, metrics_of, versions_of
-from manylora.server.services import CallerLimits, Clock, Services, base_names
+from manylora.server.services import Services, base_names
 from manylora.server.uploads.staged_files import open_staged
 from manylora.server.uploads.uploads import Uploads
+from manylora.server.versions.names import ModelNames
 from quick_renderer import QuickRenderer
 from quick_validator import QuickValidator
 from ready_registry import put_registry
@@ -239,6 +241,7 @@ async def api(
         validator=QuickValidator(ready, blobs, base_names(config)),
         staged=open_staged(config, blobs),
     )
+    versions = versions_of(config, name, registry, blobs, engine, uploads.validator, metrics)
     services = Services(
         config=config,
         registry=registry,
@@ -248,7 +251,11 @@ async def api(
         chats=QuickRenderer(demo_tokenizer()),
         grammars=SharedChecker(DEMO_MODEL),
         blobs=blobs,
-        versions=versions_of(config, name, registry, blobs, engine, uploads.validator, metrics),
+        ledger=registry.usage,
+        tenants=registry.tenants,
+        models=ModelNames(registry, base_names(config)),
+        hold_weights=versions.weights.hold,
+        versions=versions,
         uploads=uploads,
         limits=CallerLimits(gate=gate_of(config, engine, metrics)),
         bodies=BodyReader(most_bytes=server.max_body_bytes, pace=pace or Pace()),

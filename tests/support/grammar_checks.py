@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from manylora.engine.request import Grammar
-from manylora.server.generation import grammar as checks
+from manylora.server.generation import structured_output as checks
 from manylora.server.sandbox.grammar_checker import GrammarChecker
 
 

@@ -78,21 +78,17 @@ def paged_attention(
         )
     out = torch.zeros_like(q)
     group = q.shape[1] // k_pages.shape[1]
-    row = 0
-    for request, (rows, context) in enumerate(
-        zip(batch.query_lens, batch.context_lens_host, strict=True)
-    ):
-        for index in range(rows if context else 0):
-            end = context - rows + index + 1
+    for row, rows, first, table in batch.runs.T.tolist():
+        for index in range(rows):
+            end = first + index + 1
             start = max(0, end - kv.window) if kv.window else 0
             positions = torch.arange(start, end, device=q.device)
-            pages = batch.block_table[request].to(q.device)[positions // batch.page_tokens].long()
+            pages = batch.block_table[table:].to(q.device)[positions // batch.page_tokens].long()
             offsets = positions % batch.page_tokens
             keys = k_pages[pages, :, offsets].double().repeat_interleave(group, 1)  # [n, Hq, D]
             values = v_pages[pages, :, offsets].double().repeat_interleave(group, 1)
             scores = torch.einsum("hd,nhd->hn", q[row + index].double(), keys) * scale
             out[row + index] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values).to(q.dtype)
-        row += rows
     return out
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from manylora.kernels.attention_batch import AttentionBatch
@@ -41,6 +42,29 @@ class AttentionCase:
 
 DECODE = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 100))
 MIXED = ((1, 40), (20, 20), (3, 33), (12, 60), (1, 0), (17, 17), (1, 64))
+
+
+def listed_batch(
+    block_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    device: torch.device,
+    page_tokens: int,
+) -> AttentionBatch:
+    """A batch of requests one after the other; the rows of one without context belong to no request."""
+    sizes = [len(pages) for pages in block_tables]
+    columns = zip(
+        np.cumsum(query_lens) - query_lens,
+        query_lens,
+        np.subtract(context_lens, query_lens),
+        np.cumsum(sizes) - sizes,
+        strict=True,
+    )
+    runs = [run for run, context in zip(columns, context_lens, strict=True) if context]
+    table = np.array([page for pages in block_tables for page in pages], dtype=np.int32)
+    return AttentionBatch.build(
+        table, np.array(runs, dtype=np.int32).reshape(-1, 4).T, page_tokens, device
+    )
 
 
 class ScatteredKv:
@@ -96,7 +120,7 @@ class ScatteredKv:
         return KvLayer(self.k_pages, self.v_pages, self.kv_scales, self.case.window)
 
     def build(self, device: torch.device) -> AttentionBatch:
-        return AttentionBatch.build(
+        return listed_batch(
             self.block_tables,
             [rows for rows, _ in self.case.requests],
             [context for _, context in self.case.requests],
@@ -120,9 +144,7 @@ class ScatteredKv:
     ) -> torch.Tensor:
         """The output for positions `start` to `end` of a request that are all there is in a step."""
         tables = [self.block_tables[request]]
-        batch = AttentionBatch.build(
-            tables, [end - start], [end], self.q.device, self.case.page_tokens
-        )
+        batch = listed_batch(tables, [end - start], [end], self.q.device, self.case.page_tokens)
         return version(q, self.layer, batch, self.scale)
 
 

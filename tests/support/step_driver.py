@@ -17,7 +17,8 @@ from implementations import INTERPRETS
 from manylora.adapters.lora.step import PagedLora
 from manylora.adapters.lora.tables import AdapterTables
 from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.host_rows import host_rows, host_slots
+from manylora.engine.execution.packed_step import pack_step
 from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.execution.step_program import StepDevice
@@ -218,14 +219,15 @@ class StepDriver:
         """One step of the decoder alone: scores [chunk tokens, vocab_size] at every token of each request's chunk."""
         plan = self.plan_of(requests, num_tokens)
         with torch.inference_mode():
-            batch = build_batch(plan, self.geometry, self.arena.num_pages, CPU)
+            step = pack_step(plan, self.geometry, self.arena.num_pages)
+            rows = host_rows(step, self.geometry.page_tokens, CPU)
             self.arena.zero(plan.zero_pages)
-            lora = self.lora.prepare(batch.row_slots) if batch.step.adapters else None
+            lora = self.lora.prepare(host_slots(step, rows)) if step.adapters else None
             kv = KvViews.of(self.arena, self.decoder.spec.sliding_windows)
-            scores = self.decoder.logits(self.decoder.forward(batch.rows, kv, lora))
+            scores = self.decoder.logits(self.decoder.forward(rows, kv, lora))
         return [
             scores[first : first + len(chunk.token_ids)]
-            for first, chunk in zip(batch.step.chunk_rows, plan.chunks, strict=True)
+            for first, chunk in zip(step.chunk_rows, plan.chunks, strict=True)
         ]
 
     def logits_alone(

@@ -12,7 +12,12 @@ from manylora.engine.execution.packed_step import PackedStep, pack_step
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from manylora.errors import EngineError
-from manylora.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tile_rows
+from manylora.kernels.attention_batch import (
+    MAX_ITEM_ROWS,
+    chunk_tile_rows,
+    item_runs,
+    tile_runs,
+)
 from manylora.memory.geometry import PageGeometry
 
 PAGE_TOKENS, NUM_PAGES, HEAD_GROUP = 4, 1000, 2
@@ -72,11 +77,8 @@ def a_token(request_id: str, source: int | None = None) -> Chunk:
 def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: int) -> None:
     plan = a_plan(random.Random(seed))
     step = pack_step(plan, GEOMETRY, NUM_PAGES)
-    items, tiles = step.items(), step.tiles(HEAD_GROUP)
-    seen_by = {
-        row: (int(length), int(table))
-        for row, table, length in zip(*map(np.ndarray.tolist, items), strict=True)
-    }
+    items, tiles = item_runs(step.runs), tile_runs(step.runs, HEAD_GROUP)
+    seen_by = {row: (position + 1, table) for row, _, position, table in items.T.tolist()}
     for first, count, position, table in tiles.T.tolist():
         assert count <= chunk_tile_rows(HEAD_GROUP)
         for offset in range(count):
@@ -89,7 +91,7 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
     assert sorted(step.order) == list(range(len(plan.chunks)))
     for index, place in enumerate(step.order):
         chunk = plan.chunks[place]
-        assert step.first_rows[index] == row
+        assert step.runs[0, index] == row
         for offset, token in enumerate(chunk.token_ids):
             position = chunk.start + offset
             assert (step.tokens[row], step.positions[row]) == (token, position)
@@ -113,7 +115,8 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
 
 def arrays(step: PackedStep) -> list[np.ndarray]:
     own = [value for name in step.__slots__ if isinstance(value := getattr(step, name), np.ndarray)]
-    return [*own, *step.items(), step.tiles(HEAD_GROUP), step.row_slots, step.last_rows()]
+    items, tiles = item_runs(step.runs), tile_runs(step.runs, HEAD_GROUP)
+    return [*own, items, tiles, step.row_slots, step.last_rows()]
 
 
 def test_a_token_of_the_step_before_is_named_by_its_place() -> None:

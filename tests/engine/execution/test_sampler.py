@@ -19,7 +19,7 @@ from manylora.engine.execution.sampler import GREEDY, PhiloxDraws, RowMasks, Sam
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import SampleSpec
 from manylora.kernels.dispatch import kernels_for, torch_kernels
-from manylora.kernels.sampling import RowSampling, SamplingColumns
+from manylora.kernels.sampling import NON_FINITE, NOTHING_LEFT, RowSampling, sampling_rows
 
 VOCAB = 300
 SAMPLER = Sampler(kernels_for(torch.device("cpu"), torch.float32))
@@ -42,7 +42,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def sample(scores: torch.Tensor, *specs: SampleSpec) -> list[int | None]:
+def sample(scores: torch.Tensor, *specs: SampleSpec) -> list[int]:
     return [token for token, _ in SAMPLER.sample(scores.clone(), specs)]
 
 
@@ -88,6 +88,61 @@ def test_penalties_and_biases_change_only_their_row() -> None:
     repeated = spec(temperature=0.0, repetition_penalty=1.5, prompt_token_ids=[5])
     biased = spec(temperature=0.0, logit_bias={9: 50.0})
     assert sample(scores, plain, penalised, repeated, biased) == [5, 6, 6, 9]
+
+
+def test_penalties_are_those_of_openai_and_transformers() -> None:
+    scores = torch.tensor(
+        [
+            [2.0, -2.0, 1.0, 0.5, 3.0],
+            [1.0] * 5,
+            [2.0, -2.0, 1.0, 0.5, 3.0],
+            [4.0, -4.0, 4.0, 1.0, 1.0],
+        ]
+    )
+    specs = [
+        spec(prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition_penalty=2.0),
+        spec(),
+        spec(
+            prompt_token_ids=[0],
+            output_token_ids=[1, 1, 4],
+            frequency_penalty=0.5,
+            presence_penalty=0.25,
+        ),
+        spec(
+            prompt_token_ids=[0, 1],
+            output_token_ids=[1, 2],
+            repetition_penalty=2.0,
+            presence_penalty=1.0,
+        ),
+    ]
+    SAMPLER.edit(scores, specs)
+    expected = [
+        [1.0, -4.0, 0.5, 0.25, 3.0],
+        [1.0] * 5,
+        [2.0, -3.25, 1.0, 0.5, 2.25],
+        [2.0, -9.0, 1.0, 1.0, 1.0],
+    ]
+    assert torch.allclose(scores, torch.tensor(expected))
+
+
+def test_biases_are_added_after_penalties_and_unknown_tokens_ignored() -> None:
+    scores = torch.tensor([[4.0, 1.0], [1.0, 1.0]])
+    biased = spec(
+        output_token_ids=[0], repetition_penalty=2.0, logit_bias={0: 3.0, 2: 100.0, 3: 5.0}
+    )
+    SAMPLER.edit(scores, [biased, spec()])
+    assert scores.tolist() == [[5.0, 1.0], [1.0, 1.0]]
+
+
+def test_only_allowed_tokens_stay_after_biases_and_other_rows_keep_theirs() -> None:
+    scores = torch.tensor([[4.0, 1.0, 2.0], [1.0, 3.0, 1.0], [5.0, 6.0, 7.0]])
+    several = spec(allowed_token_ids=(2, 0, 2), logit_bias={0: 1.5})
+    SAMPLER.edit(scores, [spec(allowed_token_ids=(1,)), spec(), several])
+    assert scores.tolist() == [
+        [-torch.inf, 1.0, -torch.inf],
+        [1.0, 3.0, 1.0],
+        [6.5, -torch.inf, 7.0],
+    ]
 
 
 def test_logprobs_are_those_of_the_unchanged_logits() -> None:
@@ -143,19 +198,19 @@ def test_a_row_that_is_no_distribution_has_no_token_and_leaves_the_others_alone(
     alone = [SAMPLER.sample(scores[row : row + 1].clone(), [spec(**filters)])[0] for row in (0, 2)]
     scores[1, 7] = spoilt
     together = SAMPLER.sample(scores, [spec(**filters)] * 3)
-    assert together[1] == (None, None)
+    assert together[1] == (NON_FINITE, None)
     assert [token for token, _ in (together[0], together[2])] == [token for token, _ in alone]
 
 
 def test_a_row_of_minus_infinity_has_no_token() -> None:
-    assert SAMPLER.sample(torch.full((1, VOCAB), -math.inf), [spec()]) == [(None, None)]
+    assert SAMPLER.sample(torch.full((1, VOCAB), -math.inf), [spec()]) == [(NOTHING_LEFT, None)]
 
 
 def test_a_penalty_that_overflows_is_the_end_of_its_own_row_only() -> None:
     scores = logits(2)
     overflowing = spec(repetition_penalty=1e-45, prompt_token_ids=list(range(VOCAB)))
     (spoilt, _), (token, _) = SAMPLER.sample(scores.clone(), [overflowing, spec()])
-    assert spoilt is None
+    assert spoilt == NON_FINITE
     assert [token] == sample(scores[1:], spec())
 
 
@@ -228,7 +283,7 @@ def test_only_allowed_tokens_are_chosen_and_penalties_count_among_them() -> None
 def test_words_that_leave_no_token_are_the_end_of_their_own_row_only() -> None:
     scores = logits(2)
     nothing_left = spec(allowed_token_ids=(4,), bad_words=((4,),))
-    assert sample(scores, nothing_left, spec()) == [None, sample(scores[1:], spec())[0]]
+    assert sample(scores, nothing_left, spec()) == [NOTHING_LEFT, sample(scores[1:], spec())[0]]
 
 
 def test_ruled_out_tokens_keep_their_logprobs() -> None:
@@ -261,8 +316,7 @@ def test_a_masked_row_is_dead_only_where_nothing_is_left_of_a_distribution(
     masks = RowMasks([3, 0, 1, 2], bits_of({7}, {7}, set(), {7}))
     expected = sample(scores[4:5], specs[4])[0]
     tokens = [token for token, _ in SAMPLER.sample(scores, specs, masks)]
-    assert tokens == [7, None, None, None, expected, None]
-    assert masks.dead == {1}
+    assert tokens == [7, NOTHING_LEFT, NON_FINITE, NON_FINITE, expected, NOTHING_LEFT]
 
 
 def test_edits_come_before_masks_and_their_rows_are_told_apart() -> None:
@@ -283,7 +337,7 @@ def test_columns_of_a_step_are_its_parameters_and_draws() -> None:
     drawn = spec(seed=3, output=40, temperature=0.5, top_k=10**30, top_p=0.25, min_p=0.125)
     words = torch.from_numpy(SAMPLER.columns([drawn, spec(temperature=1e-6), spec(top_k=-1)]))
     draws = PhiloxDraws()
-    assert SamplingColumns(words).rows() == [
+    assert sampling_rows(words) == [
         RowSampling(0.5, 2**31 - 1, 0.25, 0.125, draws.uniform(3, 0, 40)),
         GREEDY,
         RowSampling(1.0, uniform=draws.uniform(7, 0, 0)),

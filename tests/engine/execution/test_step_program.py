@@ -20,6 +20,7 @@ from manylora.engine.execution.step_program import StepDevice, StepProgram
 from manylora.engine.execution.step_programs import StepPrograms, bucket_rows
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import SampleSpec
+from manylora.kernels.sampling import NON_FINITE
 from step_driver import CPU, DrivenRequest, StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 from triton_processes import run_interpreted
@@ -159,7 +160,7 @@ def run(
     program.zero_pages()
     program.run()
     logits = program.logits[: packed.num_rows].clone()
-    return logits, [token for token, _ in program.collect()[0]]
+    return logits, [token for token, _ in program.collect()]
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(
     world.driver.tables.scalings[slot].fill_(float("inf"))
     _, tokens = run(program, step)
     wrong = step[0].slots.tolist().index(slot)
-    assert tokens[wrong] is None
+    assert tokens[wrong] == NON_FINITE
     assert [token for row, token in enumerate(tokens) if row != wrong] == [
         token for row, token in enumerate(expected) if row != wrong
     ]
@@ -276,7 +277,7 @@ def tensors_of(program: StepProgram) -> list[int]:
     """Addresses of all that its kernels read and write."""
     rows, columns = program.rows, program.columns
     attention = [batch.rows(1, 0) for batch in rows.attention]
-    tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns.words]
+    tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns]
     tensors += [
         part
         for each in attention

@@ -156,11 +156,6 @@ def takes(grammar: str, text: str) -> bool:
             ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1],
             ["", {"k\x01": [""]}],
         ),
-        (
-            DERIVED,
-            [{"b": 1, "id": -(2**63)}, {"b": 1, "id": 0, "x": 1}],
-            [{"b": 1, "id": 2**63}, {"b": 1}, {"id": 1}],
-        ),
     ],
 )
 def test_values_that_a_library_would_change_are_held_to_exactly(
@@ -199,13 +194,13 @@ def test_a_long_way_to_a_wide_number_is_followed(link: Schema) -> None:
     )
 
 
-def test_a_schema_that_joins_the_same_again_and_again_is_read_once() -> None:
+def test_a_schema_that_joins_the_same_again_and_again_is_refused_at_once() -> None:
     again = {"allOf": [{"$ref": "#/$defs/next"}, {"$ref": "#/$defs/next"}]}
     shared = {"$defs": chain(again, {"type": "object"}, 60)}
-    grammar = json_grammar(
-        {**shared, "allOf": [{"$ref": "#/$defs/d0"}, {"properties": {"a": {"const": ODD}}}]}
-    )
-    assert takes(grammar, json.dumps({"a": ODD, "b": 1}))
+    with pytest.raises(InvalidRequestError, match="cannot be held to all of allOf"):
+        json_grammar(
+            {**shared, "allOf": [{"$ref": "#/$defs/d0"}, {"properties": {"a": {"const": ODD}}}]}
+        )
 
 
 MANY = [{"$ref": "#/$defs/d0"}] * 3000
@@ -386,6 +381,8 @@ ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties"
         ({"type": "integer", "minimum": 2**63, "maximum": 2**63 - 1}, "schema", "in its range"),
         ({"type": "string", "const": ODD}, "schema", "of its type"),
         ({"anyOf": [INT64], "minimum": 0}, "schema", "2**53"),
+        (DERIVED, "schema", "2**53"),
+        ({"allOf": [INT64, {"type": "integer"}]}, "schema", "2**53"),
         ({"minimum": 0, "oneOf": [INT64]}, "schema", "2**53"),
         ({"type": "object", "minProperties": 2}, "schema.minProperties", "required"),
     ],

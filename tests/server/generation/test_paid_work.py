@@ -20,9 +20,9 @@ from api_server import BASE, Api
 from fake_engine import FakeEngine, Work, demo_tokenizer
 from manylora.engine.request import ErrorInfo, GenerationRequest
 from manylora.registry.records import UsageEvent
-from manylora.server.http.wire import IS_CLOSING
+from manylora.server.core_services import Clock
+from manylora.server.http.connection_room import IS_CLOSING
 from manylora.server.limits.accounts import Account
-from manylora.server.services import Clock
 
 pytestmark = pytest.mark.anyio
 NUM_ENDS = 1_600

@@ -13,8 +13,8 @@ from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatView
+from manylora.server.generation.prompts import bad_word_tokens
 from manylora.server.generation.schemas import CompletionView
-from manylora.server.generation.vllm_fields import bad_word_tokens
 
 pytestmark = pytest.mark.anyio
 CHAT = {"messages": [{"role": "user", "content": "When are you open?"}]}

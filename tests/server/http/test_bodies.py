@@ -94,12 +94,10 @@ WRONG: dict[str, list[Any]] = {
     "repetition_penalty": [0],
     "logprobs": [21, -1, True],
     "seed": [1 << 63, 1.5],
-    "stop": [["a"] * 33, [1], "x" * 257],
+    "stop": [["a"] * 33, 5, {"a": 1}],
     "stop_token_ids": [[10**6]],
     "logit_bias": [
-        {"x": 1},
-        {"5": 101},
-        {"5": "1"},
+        [1],
         {"1000000": 1},
         {str(token): 1 for token in range(301)},
     ],
@@ -151,6 +149,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 65, "prompt": ["a", "b"]}, "prompt"),
     ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    *(({"stop": stop}, "stop.0") for stop in ([1], "x" * 257)),
+    *(({"logit_bias": {"5": bias}}, "logit_bias.5") for bias in (101, "1", True)),
+    *(({"logit_bias": {token: 1}}, f"logit_bias.{token}") for token in ("x", "-1", "1.5")),
     *(({"bad_words": [word]}, "bad_words.0") for word in ("", 1, "x" * 257)),
     *(({"allowed_token_ids": [token]}, "allowed_token_ids.0") for token in (-1, True, 1 << 31)),
     ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
@@ -172,7 +173,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user"}]}, "messages"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"continue_final_message": 1}, "continue_final_message"),
@@ -337,12 +338,12 @@ async def test_what_changes_nothing_passes(api: Api, acme: Client) -> None:
         (
             {"role": "user", "content": None},
             "messages",
-            "content is null, which only an assistant's message may have",
+            "no content, or null, as only the assistant's may",
         ),
         (
             {"role": "user", "content": [{"type": "image_url"}]},
             "messages",
-            "parts of type text only, got image_url",
+            "messages takes the type text or refusal, got image_url",
         ),
     ],
 )

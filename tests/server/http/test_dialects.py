@@ -16,6 +16,7 @@ from manylora.server.http.bodies import Body
 
 pytestmark = pytest.mark.anyio
 USER = {"role": "user", "content": "When are you open?"}
+NAMED_TOOL = {"type": "function", "function": {"name": "f"}}
 ITEM = {"type": "message", "role": "user", "content": "When are you open?"}
 BLOCK = {"type": "text", "text": "x"}
 FILE = {"size": 1, "sha256": "0" * 64}
@@ -42,6 +43,13 @@ SDK = {
 }
 """What the makers' own clients can send to it; each takes a second to import."""
 SAMPLES: dict[str, dict[str, Any]] = {
+    "NamedFunction": {"name": "f"},
+    "NamedTool": NAMED_TOOL,
+    "AllowedTools": {"mode": "auto", "tools": [NAMED_TOOL]},
+    "AllowedToolsChoice": {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [NAMED_TOOL]},
+    },
     "CalledFunction": {"name": "f", "arguments": "{}"},
     "Call": {"id": "c", "function": {"name": "f", "arguments": "{}"}},
     "Message": USER,

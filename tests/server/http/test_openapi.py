@@ -9,8 +9,8 @@ from manylora.server.adapters import schemas as adapters
 from manylora.server.generation import chat_schemas, tokens
 from manylora.server.generation import schemas as generation
 from manylora.server.http.bodies import Body
-from manylora.server.http.dashboard import PUBLIC_PATHS
 from manylora.server.http.openapi import IDEMPOTENCY_KEY
+from manylora.server.http.route_facts import PUBLIC_PATHS
 from manylora.server.tenants import schemas as tenants
 
 pytestmark = pytest.mark.anyio

@@ -22,9 +22,9 @@ from api_server import api as open_api
 from manylora.engine.request import ErrorInfo
 from manylora.errors import CapacityError
 from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS
+from manylora.server.core_services import Clock
 from manylora.server.generation import run as generation_run
 from manylora.server.limits.accounts import Accounts
-from manylora.server.services import Clock
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]

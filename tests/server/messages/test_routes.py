@@ -159,7 +159,7 @@ async def test_tokens_are_counted_and_not_billed(
         ({"mcp_servers": [{"url": "x"}]}, "does not support mcp_servers"),
         ({"container": "c"}, "does not support container"),
         ({"n": 2}, "n is not a parameter of this route"),
-        ({"stop_sequences": ["x" * 300]}, "A stop string may have 256"),
+        ({"stop_sequences": ["x" * 300]}, "stop_sequences.0: must be at most 256 characters long"),
         ({"messages": [{"role": "user", "content": "x " * 300}]}, "prompt is too long: "),
     ],
 )

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_adapters import upload
 from api_server import Api
 from manylora.engine.status import EngineStatus, ResidentAdapter
-from manylora.server.services import Clock
+from manylora.server.core_services import Clock
 from manylora.server.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.anyio

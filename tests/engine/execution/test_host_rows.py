@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.execution.batch import Batch, build_batch
+from manylora.engine.execution.host_rows import host_rows, host_slots
+from manylora.engine.execution.packed_step import PackedStep, pack_step
+from manylora.engine.model.decoder import StepRows
 from manylora.engine.model.linear import padded_rows
 from manylora.engine.scheduling.plan import Chunk, StepPlan
 from manylora.errors import EngineError, PageAccountingError
@@ -33,8 +37,17 @@ def chunk(
     return Chunk(request_id="r", token_ids=tokens, start=start, block_table=tables, adapter=adapter)
 
 
+@dataclass
+class Batch:
+    step: PackedStep
+    rows: StepRows
+    row_slots: list[int]
+
+
 def build(*chunks: Chunk) -> Batch:
-    return build_batch(StepPlan(step=1, chunks=list(chunks)), GEOMETRY, 100, CPU)
+    step = pack_step(StepPlan(step=1, chunks=list(chunks)), GEOMETRY, 100)
+    rows = host_rows(step, GEOMETRY.page_tokens, CPU)
+    return Batch(step, rows, host_slots(step, rows))
 
 
 def test_rows_stand_in_order_of_their_adapter_slot_with_the_base_first() -> None:
@@ -65,10 +78,10 @@ def test_attention_sees_each_request_up_to_its_last_token() -> None:
     attention = build(
         chunk([1, 2, 3], 6, [[10, 11, 12], [20, 21, 22]]), chunk([9], 0, [[1], [4]])
     ).rows.attention
-    assert attention[0].context_lens_host == (9, 1)
-    assert attention[0].query_lens == (3, 1)
-    assert attention[0].block_table.tolist() == [[10, 11, 12], [1, 0, 0]]
-    assert attention[1].block_table.tolist() == [[20, 21, 22], [4, 0, 0]]
+    for each in attention:
+        assert each.runs.T.tolist() == [[0, 3, 6, 0], [3, 1, 0, 3]]
+    assert attention[0].block_table.tolist() == [10, 11, 12, 1]
+    assert attention[1].block_table.tolist() == [20, 21, 22, 4]
 
 
 def test_a_lone_row_is_padded_to_two_with_a_row_that_is_not_stored() -> None:

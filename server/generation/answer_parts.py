@@ -1,109 +1,77 @@
-"""Parts of the APIs that show an answer as a list of items: reasoning, texts and calls, one after the other.
-
-Their requests become chats, so that one code generates, and bills, for all of them.
-"""
+"""The parts of an answer, and answers that are lists of items: reasoning, texts and calls, one after the other."""
 
 from __future__ import annotations
 
-import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
-from pydantic import BeforeValidator
-
-from manylora.errors import (
-    InvalidRequestError,
-    ManyloraError,
-    RequestError,
-    UnsupportedParameterError,
-)
+from manylora.errors import ManyloraError
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import AnswerPart, JsonObject
-from manylora.server.http.wrong_value import shown
 from manylora.server.tools.reading import CallPiece
 
-TEXT_ONLY = "The model reads and writes text only, and Manylora runs no tools."
+JsonObject = dict[str, object]
 ItemKind = Literal["reasoning", "text", "call"]
 
 
-@contextmanager
-def named(own: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about a chat name the fields of the body that it was made of.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPart:
+    """One choice as one step, or all steps, have it."""
 
-    Args:
-        own: Names of the body's fields, by patterns of the chat's. Of two that fit, the first one counts.
-    """
-    try:
-        yield
-    except RequestError as error:
-        given = error.param or ""
-        for pattern, name in own.items():
-            found = re.match(rf"{pattern}(?=\.|$)", given)
-            if found:
-                error.param = found.expand(name) + given[found.end() :]
-                if error.message.startswith(given):
-                    error.message = error.param + error.message.removeprefix(given)
-                break
-        raise
+    text: str
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    logprobs: dict[str, list[object]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    """None where the client did not ask for them."""
 
 
-def kind_of(value: object, known: Collection[str], param: str, default: str = "") -> str:
-    """The type of a part, an item or a tool.
-
-    Args:
-        value: What a client sent.
-        known: The types that are taken.
-        param: Where it stands in the body.
-        default: The type of an object that has none.
-
-    Raises:
-        UnsupportedParameterError: It is another one, which the error names.
-    """
-    kind = str(value.get("type") or default) if isinstance(value, dict) else shown(value)
-    if kind not in known:
-        message = f"{param} takes the type {' or '.join(known)}, got {kind[:40]}."
-        raise UnsupportedParameterError(f"{message} {TEXT_ONLY}", param=param)
-    return kind
+def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
+    """Pieces of calls with those of one call as one, in the order of the calls."""
+    calls: dict[int, CallPiece] = {}
+    for piece in pieces:
+        known = calls.get(piece.index)
+        calls[piece.index] = (
+            replace(known, arguments=known.arguments + piece.arguments) if known else piece
+        )
+    return tuple(calls.values())
 
 
-def with_kinds(known: Collection[str], param: str, default: str = "") -> BeforeValidator:
-    """Checks the type of each entry of a list before all else, as `kind_of` does."""
+def joined(parts: Sequence[AnswerPart]) -> AnswerPart:
+    """All parts of a choice as one."""
+    last = parts[-1]
+    text = "".join(part.text for part in parts)
+    logprobs = merge([part.logprobs for part in parts])
+    if logprobs is not None and "text_offset" in logprobs:
+        # A stop string may have been cut off since.
+        offsets = cast("list[int]", logprobs["text_offset"])
+        logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
+    return AnswerPart(
+        text=text,
+        reasoning="".join(part.reasoning for part in parts),
+        calls=joined_calls([call for part in parts for call in part.calls]),
+        logprobs=logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        token_ids=None
+        if last.token_ids is None
+        else [token for part in parts for token in part.token_ids or ()],
+    )
 
-    def check(value: object) -> object:
-        for index, each in enumerate(value if isinstance(value, list) else []):
-            kind_of(each, known, f"{param}.{index}", default)
-        return value
 
-    return BeforeValidator(check)
-
-
-def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = "") -> str:
-    """The text of a content: a string, or a list of parts.
-
-    Args:
-        value: What a client sent.
-        kinds: The field with the text, by the type of a part.
-        param: Where it stands in the body.
-        between: What stands between the texts of two parts.
-
-    Raises:
-        InvalidRequestError: Not such a content.
-        UnsupportedParameterError: A part of another type.
-    """
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise InvalidRequestError(f"{param} must be a string or a list of parts.", param=param)
-    kinds_given = [kind_of(part, kinds, param) for part in value]
-    texts = [part.get(kinds[kind]) for part, kind in zip(value, kinds_given, strict=True)]
-    if not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError(f"Each part of {param} must have its text.", param=param)
-    return between.join(texts)
+def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
+    """Append the lists of several pieces, key by key; None when there is no piece."""
+    found = [piece for piece in pieces if piece is not None]
+    return (
+        {key: [value for piece in found for value in piece[key]] for key in found[0]}
+        if found
+        else None
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,8 +9,8 @@ import sys
 import time
 from dataclasses import replace
 
-from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Router, Target
+from registry_samples import server_sample
 from router_simulation import Case, RouterSimulation
 
 STALE = Case(num_replicas=64, num_gateways=4, view_s=5.0)
@@ -61,9 +61,7 @@ def print_table() -> None:
 def time_router() -> None:
     """Print the time of a decision, with 64 replicas."""
     router = Router(time.monotonic)
-    router.set_replicas(
-        [Replica(name=f"r{i}", boot_id="1", url="", is_ready=True) for i in range(64)]
-    )
+    router.set_replicas([server_sample(name=f"r{i}") for i in range(64)])
     known = [Target(adapter=f"known {i}", units=300.0, tenant="t") for i in range(1000)]
     kinds = {
         "a new adapter": [Target(adapter=f"new {i}", units=300.0) for i in range(1000)],

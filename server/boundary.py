@@ -10,7 +10,6 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,10 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.config import ServerConfig
 from manylora.errors import ManyloraError
-from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.middleware import AuthMiddleware
-from manylora.server.errors import error_response
+from manylora.server.errors import answer, error_response
 from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget, HeldBody
 from manylora.server.http.route_facts import PUBLIC_PATHS
 from manylora.server.limits.reservation import LimitReservation
@@ -82,7 +80,7 @@ class Boundary:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
         reservation = LimitReservation()
-        body = HeldBody(self._bodies, partial(_tenant_of, scope))
+        body = HeldBody(self._bodies)
         ends = AsyncExitStack()
         ends.callback(body.end)
         ends.callback(reservation.end)
@@ -120,14 +118,14 @@ class Boundary:
             await self._app(scope, receive, send)
         except ClientDisconnect:
             return  # the client is gone
-        except ManyloraError as error:
-            await error_response(error, path)(scope, receive, send)
         except Exception as error:
-            request_id = scope["state"]["request_id"]
-            log.exception("internal_error", request_id=request_id, path=path[:512])
+            shown = error if isinstance(error, ManyloraError) else ManyloraError(str(error))
+            if answer(shown)[0] == 500:
+                request_id = scope["state"]["request_id"]
+                log.exception("internal_error", request_id=request_id, path=path[:512])
             if has_started():
                 raise
-            await error_response(ManyloraError(str(error)), path)(scope, receive, send)
+            await error_response(shown, path)(scope, receive, send)
 
     def _add_headers(
         self, headers: MutableHeaders, request_id: str, reservation: LimitReservation
@@ -138,12 +136,6 @@ class Boundary:
         if self._drain.is_draining:
             headers["connection"] = "close"
         headers.update(reservation.headers())
-
-
-def _tenant_of(scope: Scope) -> str:
-    """The caller's tenant; empty for an admin, and where nobody was identified."""
-    identity: Identity | None = scope["state"].get("identity")
-    return (identity.tenant_id if identity else None) or ""
 
 
 def request_id_of(headers: Headers) -> str:

@@ -9,7 +9,6 @@ import math
 from dataclasses import asdict
 
 import orjson
-import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -23,8 +22,6 @@ from manylora.errors import ManyloraError
 from manylora.server.http.route_facts import JsonBody, error_shape
 from manylora.server.http.unknown_routes import hint, unknown_route
 from manylora.server.http.wrong_value import wrong_value
-
-log = structlog.get_logger("manylora.server")
 
 ANSWERS: dict[type[ManyloraError], tuple[int, str]] = {
     errors.ManyloraError: (500, "server_error"),
@@ -63,6 +60,12 @@ LAST_BYTES_CODES = frozenset(
     }
 )
 """Error codes after which it is closed too, where the status alone does not tell."""
+FROM_ENGINE: dict[str, type[ManyloraError]] = {
+    "request": errors.InvalidRequestError,
+    "capacity": errors.CapacityError,
+    "adapter": errors.AdapterUnavailableError,
+}
+"""Classes of errors that clients are told, by the engine's kind."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. Look for the request id in the server's log."
 
@@ -85,67 +88,41 @@ def error_body(error: ManyloraError) -> JsonBody:
 
 
 def error_response(error: ManyloraError, path: str = "") -> Response:
-    """The whole answer: status, headers, and a body in the shape of the path."""
-    status, _ = answer(error)
-    return _response(status, error_body(error), error_headers(error), path)
-
-
-def error_headers(error: ManyloraError) -> dict[str, str]:
-    """Headers that the status asks for."""
+    """The whole answer: status, headers that it asks for, and a body in the shape of the path."""
     status, _ = answer(error)
     headers: dict[str, str] = {}
     if isinstance(error, errors.CapacityError | errors.RateLimitError):
-        headers.update(_retry_headers(error.retry_after_s))
+        # By these OpenAI's clients retry: after how long, or not at all.
+        if error.retry_after_s is None:
+            headers["x-should-retry"] = "false"
+        else:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if status in LAST_BYTES or error.code in LAST_BYTES_CODES:
         headers["connection"] = "close"
-    return headers
+    return _response(status, error_body(error), headers, path)
 
 
 def from_engine(error: engine_request.ErrorInfo) -> ManyloraError:
-    """The exception for an error that the engine reported."""
-    if error.kind == "internal":
-        return errors.EngineError(error.message)
-    if error.kind == "capacity":
-        return _by_code(errors.CapacityError, error)
-    if error.kind == "adapter":
-        return errors.AdapterUnavailableError(error.message, code=error.code)
-    return _by_code(errors.RequestError, error)
+    """The exception for an error that the engine reported; its code says more than its class."""
+    return FROM_ENGINE.get(error.kind, errors.EngineError)(error.message, code=error.code)
 
 
 def install(app: FastAPI) -> None:
-    """Give every error that leaves a route its answer."""
-    app.exception_handler(ManyloraError)(_on_manylora_error)
+    """Give errors of FastAPI and Starlette their answers; `Boundary` answers all others."""
     app.exception_handler(HTTPException)(_on_http_exception)
     app.exception_handler(RequestValidationError)(_on_validation_error)
 
 
-def _retry_headers(retry_after_s: float | None) -> dict[str, str]:
-    """The headers by which OpenAI's clients retry: after how long, or not at all."""
-    if retry_after_s is None:
-        return {"x-should-retry": "false"}
-    return {
-        "retry-after": str(max(1, math.ceil(retry_after_s))),
-        "retry-after-ms": str(max(1, math.ceil(1000 * retry_after_s))),
-    }
-
-
-def _by_code(base: type[ManyloraError], error: engine_request.ErrorInfo) -> ManyloraError:
-    for cls in base.__subclasses__():
-        if cls.code == error.code:
-            return cls(error.message)
-    if base is errors.RequestError:
-        return errors.InvalidRequestError(error.message, code=error.code)
-    return base(error.message, code=error.code)
-
-
 def _body(message: str, kind: str, param: str | None, code: str) -> JsonBody:
-    return {"error": {"message": _on_one_line(message), "type": kind, "param": param, "code": code}}
+    shown = param and _on_one_line(param)
+    return {"error": {"message": _on_one_line(message), "type": kind, "param": shown, "code": code}}
 
 
 def _on_one_line(message: str) -> str:
-    """A message that may quote any text of a client's: what is no printable character is escaped."""
+    """A text that may quote any other of a client's: what is no printable character is escaped."""
     if message.isprintable():
         return message
     return "".join(
@@ -154,26 +131,8 @@ def _on_one_line(message: str) -> str:
 
 
 def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -> Response:
-    shaped = error_shape(path).body
-    try:
-        content = orjson.dumps(shaped(body))
-    except orjson.JSONEncodeError:  # the message quotes a string that is no Unicode text
-        message = str(body["error"]["message"]).encode("utf-8", "replace").decode()
-        content = orjson.dumps(
-            shaped({"error": {**body["error"], "message": message, "param": None}})
-        )
+    content = orjson.dumps(error_shape(path).body(body))
     return Response(content, status_code=status, headers=headers, media_type="application/json")
-
-
-async def _on_manylora_error(request: Request, error: ManyloraError) -> Response:
-    if answer(error)[0] == 500:
-        log.error(
-            "internal_error",
-            request_id=request.state.request_id,
-            path=request.url.path,
-            exc_info=error,
-        )
-    return error_response(error, request.url.path)
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:

@@ -18,9 +18,9 @@ SESSION_HEADER = "x-session-id"
 class Counts(NamedTuple):
     """Tokens that are billed of a request."""
 
-    prompt: int
-    cached: int
-    completion: int
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Hop:
     """The part of the tenant's work that this server gets: its weight here is that part of its weight."""
     sticky: str
     """Chooses the version where an alias splits requests, as the gateway has done it already."""
-    billed: Callable[[], Counts] = lambda: Counts(0, 0, 0)
+    billed: Callable[[], Counts] = Counts
     """Tokens that would be billed if the request ended now."""
 
 

@@ -1,22 +1,20 @@
-"""Runs the server: opens what it needs, listens, drains on SIGTERM, and closes everything in order."""
+"""Opens a server with an engine: a single one, or a replica."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
 
 from manylora.adapters.blobs.memory import MemoryBlobs
 from manylora.adapters.blobs.store import BlobStore, open_blobs
-from manylora.config import GIB, Config, environment
+from manylora.config import GIB, Config
 from manylora.engine.model.spec import resolve_model
 from manylora.engine.process.client import EngineClient
 from manylora.engine.process.worker_process import Worker
@@ -26,38 +24,15 @@ from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, NotFoundError
 from manylora.registry.db.models import TenantRow
 from manylora.registry.registry import Registry
-from manylora.registry.servers import server_name
 from manylora.server.app import create_app
-from manylora.server.auth.admin_key import (
-    IS_OFF,
-    VARIABLE,
-    AdminKey,
-    admin_key,
-    check_shared_secrets,
-    given_pepper,
-)
-from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
 from manylora.server.core_services import CallerLimits
 from manylora.server.http.json_body import BodyReader
-from manylora.server.http.listen import (
-    ApiServer,
-    Shutdown,
-    bind,
-    listen,
-    listen_beside,
-    metrics_app,
-    run_until_signal,
-    url_of,
-)
 from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.gate import Gate
-from manylora.server.process.database_turns import database_turns
-from manylora.server.process.drain import Drain
-from manylora.server.process.logs import configure_logs
-from manylora.server.process.long_work import keep_interpreter_moving
 from manylora.server.process.threads import cancel_all
+from manylora.server.run import Announce, Role, Start, run_server
 from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.sandbox.grammar_checker import GrammarChecker
 from manylora.server.services import Services, Versions, base_names
@@ -75,9 +50,6 @@ from manylora.server.versions.names import ModelNames
 from manylora.server.versions.pins import PinKeeper
 
 log = structlog.get_logger("manylora.server")
-Announce = Callable[[str], None]
-OTHER_BILL_S = 10.0
-"""Seconds after a replica starts again in which gateways may bill the requests that it was killed under."""
 
 
 def serve(config: Config, announce: Announce, worker: Worker | None = None) -> int:
@@ -92,11 +64,10 @@ def serve(config: Config, announce: Announce, worker: Worker | None = None) -> i
         ConfigError: A setting is wrong, or the port is taken.
         EngineUnavailableError: The engine does not start.
     """
-    configure_logs()
     check_start(config)
     check_format_name(config.model.tool_format)
     _leave_out_torch()
-    return run_until_signal(partial(_serve_until, config, announce, worker), config.server.drain_s)
+    return run_server(config, announce, partial(_open, config, worker))
 
 
 def _leave_out_torch() -> None:
@@ -110,80 +81,47 @@ def _leave_out_torch() -> None:
     )
 
 
-async def _serve_until(
-    config: Config, announce: Announce, worker: Worker | None, shutdown: Shutdown
-) -> None:
-    async with AsyncExitStack() as stack:
-        listener = stack.enter_context(bind(config.server.host, config.server.port))
-        key = admin_key(config.server.data_dir, environment())
-        if config.server.role == "replica":  # its room is not entered otherwise
-            from manylora.server.cluster.duties import Duties
-            from manylora.server.cluster.replica import join
+async def _open(config: Config, worker: Worker | None, start: Start) -> Role:
+    if config.server.role == "replica":  # its room is not entered otherwise
+        from manylora.server.cluster.replica import Duties, join
 
-            duties = Duties()
-            services = await open_services(
-                config, key, announce, stack, shutdown.drain, duties.is_own, worker
-            )
-            listen(listener)  # gateways connect as soon as it is listed
-            url = url_of(config.server.host, listener)
-            app, membership = await join(create_app(services), services, url, stack, duties)
-            shutdown.before_drain = membership.drain
-        else:
-            services = await open_services(
-                config, key, announce, stack, shutdown.drain, worker=worker
-            )
-            listen(listener)
-            app = create_app(services)
-        server = ApiServer(app)
-        if config.server.metrics_port is not None:
-            listen_beside(
-                stack,
-                metrics_app(partial(metrics_response, services)),
-                config.server.host,
-                config.server.metrics_port,
-            )
-        shutdown.server = server
-        keep_interpreter_moving()
-        sign_in = (
-            await sign_in_fragment(services.registry, key.secret)
-            if config.server.auth == "on"
-            else ""
-        )
-        _announce(announce, config, key, listener, sign_in)
-        await server.serve([listener])
-        # Requests that are left after a second signal: their usage is still recorded.
-        await cancel_all(server.server_state.tasks)
+        duties = Duties()
+        services = await open_services(config, start, worker, duties.is_own)
+        start.listen()  # gateways connect as soon as it is listed
+        app, membership = await join(create_app(services), services, start.url, start.stack, duties)
+        start.shutdown.before_drain = membership.drain
+    else:
+        services = await open_services(config, start, worker)
+        start.listen()
+        app = create_app(services)
+    about = f'ask for the base model with "model": "{services.served_name}"'
+    return Role(app, partial(metrics_response, services), about)
 
 
 async def open_services(
     config: Config,
-    key: AdminKey,
-    announce: Announce,
-    stack: AsyncExitStack,
-    drain: Drain,
+    start: Start,
+    worker: Worker | None,
     keeps_pin: Callable[[str, int], bool] = lambda *_: True,
-    worker: Worker | None = None,
 ) -> Services:
-    """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
+    """Open blobs, engine and tokenizer.
 
     Args:
         config: The settings.
-        key: The admin's key.
-        announce: Told how the start goes on.
-        stack: Closes what was opened.
-        drain: Counts the requests that run.
-        keeps_pin: As of `PinKeeper`.
+        start: The parts that a server of any role has; its stack closes what is opened, in reverse.
         worker: As of `EngineClient`.
+        keeps_pin: As of `PinKeeper`.
 
     Raises:
         ConfigError: A setting is wrong.
         EngineUnavailableError: The engine does not start.
     """
-    registry = await _open_registry(config, key)
-    stack.push_async_callback(registry.close)
-    registry.database.share(database_turns())
+    registry = start.registry
+    stack = start.stack
+    if config.registry.price_file:
+        registry.prices = read_prices(config.registry.price_file)
     blobs = await asyncio.to_thread(open_blob_store, config)
-    engine = EngineClient(config, announce=announce, worker=worker)
+    engine = EngineClient(config, announce=start.announce, worker=worker)
     stack.push_async_callback(engine.close)
     ready, tokenizer = await _start(engine, config.model.path)
     format_of(tokenizer, config.model.tool_format)
@@ -192,8 +130,7 @@ async def open_services(
     grammars = GrammarChecker(tokenizer.folder)
     stack.push_async_callback(grammars.close)
     if (fault := await chats.try_template()) is not None:
-        announce(f"manylora: chats are refused: {fault}")
-    name = await asyncio.to_thread(server_name, config.server.data_dir)
+        start.announce(f"manylora: chats are refused: {fault}")
     staged = await asyncio.to_thread(open_staged, config, blobs)
     uploads = Uploads(validator=AdapterValidator(ready, blobs, base_names(config)), staged=staged)
     stack.push_async_callback(uploads.validator.close)
@@ -201,13 +138,13 @@ async def open_services(
     if config.server.role == "replica":  # only servers over one database share limits
         from manylora.server.limits.shared_accounts import open_shared_accounts
 
-        accounts = await open_shared_accounts(registry, name, stack)
+        accounts = await open_shared_accounts(registry, start.name, stack)
     metrics = metrics_of(config, ready)
-    versions = versions_of(config, name, registry, blobs, engine, uploads.validator, metrics)
+    versions = versions_of(config, start.name, registry, blobs, engine, uploads.validator, metrics)
     versions.pins.keeps_pin = keeps_pin
     services = Services(
         config=config,
-        server_name=name,
+        server_name=start.name,
         registry=registry,
         blobs=blobs,
         engine=engine,
@@ -223,35 +160,17 @@ async def open_services(
         uploads=uploads,
         limits=CallerLimits(gate=gate_of(config, engine, metrics), accounts=accounts),
         bodies=BodyReader(most_bytes=config.server.max_body_bytes),
-        drain=drain,
+        drain=start.shutdown.drain,
         metrics=metrics,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
-    stack.callback(services.bodies.long_work.close)
     stack.push_async_callback(versions.garbage.close)
     stack.push_async_callback(cancel_all, [await sweeper_of(services).start()])
     await versions.pins.sync()
-    batches = BatchWorker(services, name)
+    batches = BatchWorker(services, start.name)
     stack.push_async_callback(batches.stop)
     batches.start()
     return services
-
-
-async def _open_registry(config: Config, key: AdminKey) -> Registry:
-    prices = read_prices(config.registry.price_file) if config.registry.price_file else None
-    pepper = given_pepper(environment())
-    is_replica = config.server.role == "replica"
-    if is_replica:
-        check_shared_secrets("replica", pepper, environment().get(VARIABLE))
-    registry = await Registry.open(
-        config.registry.database_url,
-        config.server.data_dir,
-        key.secret,
-        pepper=pepper,
-        grace_s=OTHER_BILL_S if is_replica else 0.0,
-    )
-    registry.prices = prices
-    return registry
 
 
 def versions_of(
@@ -353,20 +272,3 @@ def open_blob_store(config: Config) -> BlobStore:
         # It may come back, and adapters that are cached or resident are served meanwhile.
         log.warning("blob_store_unavailable", code=error.code)
     return blobs
-
-
-def _announce(
-    announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str
-) -> None:
-    for line in key.announcement:
-        announce(f"manylora: {line}")
-    if config.server.auth == "off":
-        announce(IS_OFF)
-    url = url_of(config.server.host, listener)
-    announce(f'manylora: ask for the base model with "model": "{base_names(config)[0]}"')
-    if sign_in:
-        announce(
-            f"manylora: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)"
-        )
-    announce(f"manylora: listening on {url}")
-    sys.stdout.flush()

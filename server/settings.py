@@ -67,9 +67,12 @@ def load_config(
     for tree, source in ((given, "the command line"), (from_file, str(config_file))):
         _check_names(tree, source)
     merged = merge_trees(from_file, from_environment, given)
-    sections: dict[str, Any] = {
-        name: _section(name, merged.get(name, {})) for name in get_type_hints(kind)
-    }
+    sections: dict[str, Any] = {}
+    for name in get_type_hints(kind):
+        try:
+            sections[name] = TypeAdapter(SECTIONS[name]).validate_python(merged.get(name, {}))
+        except ValidationError as error:
+            raise _explain(name, error) from error
     return kind(**sections)
 
 
@@ -165,13 +168,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, object]
             near = _did_you_mean(variable, [*settings, *PLAIN_NAMES])
             raise ConfigError(f"The environment variable {given} is not a setting.{near}")
     return tree
-
-
-def _section(name: str, values: Mapping[str, object]) -> object:
-    try:
-        return TypeAdapter(SECTIONS[name]).validate_python(values)
-    except ValidationError as error:
-        raise _explain(name, error) from error
 
 
 def _check_names(tree: SettingTree, source: str) -> None:

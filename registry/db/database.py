@@ -16,7 +16,6 @@ from contextlib import (
     nullcontext,
 )
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +53,8 @@ _is_reading = ContextVar("is_reading", default=False)
 """True while the task has a reader's place: reads within a read need none, or readers could wait for each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """The turns that tenants of this process take at the database."""
-
-    writer: Callable[[], AbstractAsyncContextManager[None]]
-    """The place of the only writer."""
-    reader: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-    """A place of one that reads; there are fewer of them than connections."""
-    threads: Callable[[int, str], ThreadPoolExecutor] = ThreadPoolExecutor
-    """Makes a pool of a number of threads, with a name; they run short reads."""
-
-
-def in_order() -> Turns:
-    """Turns in order of arrival."""
-    lock = asyncio.Lock()
-    return Turns(lambda: lock)
+Place = Callable[[], AbstractAsyncContextManager[None]]
+"""Makes a place among those that use the database."""
 
 
 class Database:
@@ -93,8 +78,10 @@ class Database:
         """The files of SQLite, which may be lost; None with PostgreSQL."""
         self._reader = reader
         """Engine of SQLite for single statements in a thread, which is faster; None with PostgreSQL."""
-        self._turns = in_order()
-        self._threads = self._turns.threads(sqlite.MAX_READERS, "registry-reader")
+        lock = asyncio.Lock()
+        self._writer_place: Place = lambda: lock
+        self._reader_place: Place = nullcontext
+        self._threads = ThreadPoolExecutor(sqlite.MAX_READERS, "registry-reader")
         self._reads: dict[asyncio.Future[None], asyncio.Task[object] | None] = {}
         """The reads under way: a future for the end of each, and its task."""
         self._read_sessions = async_sessionmaker(engine, expire_on_commit=False)
@@ -136,11 +123,15 @@ class Database:
         reader = sqlite.open_sqlite_reader(parsed) if is_sqlite else None
         return cls(engine, reader, revisions, files)
 
-    def share(self, turns: Turns) -> None:
-        """Let those who wait for the database take turns, instead of in order of arrival."""
-        self._threads.shutdown(wait=False)
-        self._turns = turns
-        self._threads = turns.threads(sqlite.MAX_READERS, "registry-reader")
+    def share(self, writer: Place, reader: Place) -> None:
+        """Let tasks that wait for the database take turns, instead of in order of arrival.
+
+        Args:
+            writer: The place of the only writer.
+            reader: A place of one that reads; there are fewer of them than connections.
+        """
+        self._writer_place = writer
+        self._reader_place = reader
 
     async def close(self) -> None:
         """Wait up to `CLOSE_S` seconds for the reads under way, and close all connections."""
@@ -196,19 +187,19 @@ class Database:
         self._reads[end] = asyncio.current_task()
         try:
             with _own_errors():
-                async with self._reader_place(), self._read_sessions() as session, session.begin():
+                async with self._place_to_read(), self._read_sessions() as session, session.begin():
                     yield session
         finally:
             del self._reads[end]
             end.set_result(None)
 
     @asynccontextmanager
-    async def _reader_place(self) -> AsyncIterator[None]:
+    async def _place_to_read(self) -> AsyncIterator[None]:
         """The task's place among those that read, of which it needs one only."""
         if _is_reading.get():
             yield
             return
-        async with turn(self._turns.reader()):
+        async with turn(self._reader_place()):
             _is_reading.set(True)
             try:
                 yield
@@ -247,7 +238,7 @@ class Database:
         self.check_files()
         with _own_errors():
             async with (
-                turn(self._turns.writer()),
+                turn(self._writer_place()),
                 self._write_sessions() as session,
                 session.begin(),
             ):

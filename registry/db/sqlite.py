@@ -23,8 +23,8 @@ _logger = logging.getLogger(__name__)
 LOST = "db.lost"
 """Code of the error while the file is not at its path."""
 BUSY_TIMEOUT_MS = 5000
-MAX_READERS = 2
-"""Connections, and threads, of the engine for single reads."""
+MAX_READERS = 8
+"""Connections, and threads, of the engine for single reads: as many as reads at the same time."""
 CACHE_KIB = 512
 """Cache of each connection; the operating system caches the file for all of them."""
 

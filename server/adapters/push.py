@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -35,7 +35,7 @@ from manylora.server.adapters.routes import PUBLISHES
 from manylora.server.adapters.schemas import LoadBody, UnloadBody
 from manylora.server.auth.callers import TenantCaller, TenantWriter
 from manylora.server.http.body import content_length
-from manylora.server.http.openapi import error_answer, takes, takes_bytes
+from manylora.server.http.openapi import takes, takes_bytes
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services, Wired
 
@@ -43,7 +43,6 @@ CONFIG_HEADER = "x-manylora-adapter-config"
 
 
 router = APIRouter(tags=["adapters"])
-NOT_SERVED: dict[int | str, dict[str, Any]] = {422: error_answer(422, "/v1/adapters")}
 
 
 @router.put(
@@ -51,7 +50,7 @@ NOT_SERVED: dict[int | str, dict[str, Any]] = {422: error_answer(422, "/v1/adapt
     openapi_extra=takes_bytes(
         CONFIG_HEADER, "adapter_config.json in base64; a push without it is refused."
     ),
-    **{**PUBLISHES, "responses": {**PUBLISHES["responses"], **NOT_SERVED}},
+    **PUBLISHES,
 )
 async def push_version(  # noqa: PLR0913 - one parameter per option
     name: str,
@@ -96,7 +95,6 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
     "/v1/load_lora_adapter",
     openapi_extra=takes(LoadBody),
     response_class=PlainTextResponse,
-    responses=NOT_SERVED,
 )
 async def load_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Publish an adapter from a folder of the server's machine as an ephemeral version, as vLLM loads it."""

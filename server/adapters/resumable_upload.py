@@ -7,7 +7,6 @@ the version.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 
@@ -69,7 +68,7 @@ async def show(services: Services, upload: Upload) -> UploadView:
     """An upload as it stands. Files of one that has ended are not looked for."""
     if upload.state != "uploading":
         return upload_view(upload, dict.fromkeys(upload.files, 0))
-    return upload_view(upload, await asyncio.to_thread(services.uploads.staged.sizes, upload.id))
+    return upload_view(upload, await in_thread(services.uploads.staged.sizes, upload.id))
 
 
 async def receive_file(
@@ -151,9 +150,9 @@ async def complete(
             await services.registry.uploads.reject(
                 upload.tenant_id, upload.id, error_body(error)["error"]
             )
-            await asyncio.to_thread(services.uploads.staged.delete, upload.id)
+            await in_thread(services.uploads.staged.delete, upload.id)
             raise
-    await asyncio.to_thread(services.uploads.staged.delete, upload.id)
+    await in_thread(services.uploads.staged.delete, upload.id)
     return made
 
 

@@ -39,6 +39,7 @@ from manylora.server.auth.callers import (
 )
 from manylora.server.http.form import takes_form
 from manylora.server.http.openapi import takes, takes_bytes, takes_retries
+from manylora.server.process.threads import in_thread
 from manylora.server.services import Services, Wired
 from manylora.server.uploads.in_progress import FILES
 
@@ -98,7 +99,7 @@ async def fit_adapters(
             raise InvalidRequestError(
                 f"rank may be at most {ready.max_rank} here, got {plan.rank}.", param="ranks"
             )
-        item = await asyncio.to_thread(
+        item = await in_thread(
             planned_item, plan.rank, plan.target_modules, plan.count, ready.base, capacity
         )
         items.append(item)
@@ -227,7 +228,7 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
     await services.registry.uploads.get(caller.tenant_id, upload_id)
     with services.uploads.in_progress.writing(upload_id, *FILES):
         await services.registry.uploads.delete(caller.tenant_id, upload_id)
-        await asyncio.to_thread(services.uploads.staged.delete, upload_id)
+        await in_thread(services.uploads.staged.delete, upload_id)
 
 
 @router.post(

@@ -12,7 +12,7 @@ from manylora.errors import ConfigError
 
 VARIABLE = "MANYLORA_ADMIN_KEY"
 FILE = "admin.key"
-IS_OFF = "manylora: authentication is off: everybody on this machine is admin"
+IS_OFF = "authentication is off: everybody on this machine is admin"
 MIN_LENGTH = 16
 
 

@@ -18,13 +18,11 @@ from manylora.errors import (
     ConflictError,
     ForbiddenError,
     InvalidRequestError,
-    ManyloraError,
 )
 from manylora.registry.access.sessions import LINK_PREFIX
 from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.browser import check_own_page, session_token
-from manylora.server.errors import error_response
 from manylora.server.http.connection_room import TRUST
 from manylora.server.http.dashboard import is_public
 from manylora.server.process.threads import Acting, acting
@@ -39,7 +37,7 @@ LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, s
 
 
 class AuthMiddleware:
-    """Puts the caller's `Identity` into `scope["state"]["identity"]`, or answers 401.
+    """Puts the caller's `Identity` into `scope["state"]["identity"]`.
 
     A long-lived response can authenticate again with `scope["state"]["identify"]`.
 
@@ -55,14 +53,15 @@ class AuthMiddleware:
         self._uses_links = uses_links
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its caller, or answer 401."""
+        """Pass the request on with its caller.
+
+        Raises:
+            RequestError: The caller is not known, or a page of another site asks; `Boundary` answers it.
+            CapacityError: The database cannot answer.
+        """
         if scope["type"] == "http" and not is_public(scope):
             identify = partial(self._identify, scope, Headers(scope=scope))
-            try:
-                identity = await identify()
-            except ManyloraError as error:
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
+            identity = await identify()
             acting.set(Acting(identity.tenant_id or "", identity.tenant_weight))
             state = scope.get("state", {})
             if trust := state.get(TRUST):

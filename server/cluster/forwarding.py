@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import aiohttp
 from starlette.requests import ClientDisconnect, Request
@@ -17,14 +18,15 @@ from yarl import URL
 from manylora.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
 from manylora.registry.records import Identity
 from manylora.registry.servers import Server
-from manylora.server.apis import FACTS
 from manylora.server.cluster.links import Links
-from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Target
-from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
+from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH, PROBE
+from manylora.server.http.body import content_length
 from manylora.server.process.drain import Drain, Exchange
 from manylora.server.process.threads import cancel_all
 
+LONG_BYTES = 16 * 1024
+"""A gateway reads a longer body only after a replica said that its request may come in."""
 MAX_TRIES = 3
 """Replicas that are asked for one request."""
 _HOP_BY_HOP = frozenset(
@@ -63,26 +65,17 @@ class Forwarding:
 
     async def pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
         """Send another request to a replica: all of them work on one registry and one blob store."""
-        if request.method == "CONNECT" or not request.scope["raw_path"].startswith(b"/"):
-            raise NotFoundError(f"There is no route {request.method} {request.url.path[:100]}.")
         identity: Identity | None = getattr(request.state, "identity", None)
         tenant = (identity.tenant if identity else None) or ""
         listed = {server.name: server for server in self._links.listed}
-        facts = FACTS.get(request.url.path)
-        order: Sequence[Replica | Server]
         if (named := request.query_params.get("server")) is not None:
             if named not in listed:
                 raise NotFoundError(
                     f"There is no replica {named!r}: GET /v1/servers lists them.", param="server"
                 )
             order = self._connected([listed[named]])
-        elif request.method == "POST" and facts is not None and facts.is_for_all_replicas:
-            await self._ask_all(request, self._connected(list(listed.values())), exchange, send)
-            return
         else:
-            order = self._links.router.order(
-                Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
-            )
+            order = self._order(tenant)
             # Where no engine runs, its server still answers what needs none.
             order = order or [
                 listed[name]
@@ -104,6 +97,43 @@ class Forwarding:
                 return
         raise error
 
+    def _order(self, tenant: str) -> Sequence[Server]:
+        """Replicas for all requests of a tenant that are no generations: what one holds of its limits is there."""
+        return self._links.router.order(
+            Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
+        )
+
+    async def refusal(self, request: Request, exchange: Exchange) -> Response | None:
+        """A replica's refusal of a request whose body is long, by its head; None where the body is to be read."""
+        length = content_length(request)
+        if (length or 0) <= LONG_BYTES and "transfer-encoding" not in request.headers:
+            return None
+        replica = next(iter(self._order(request.state.identity.tenant or "")), None)
+        if replica is None:
+            return None
+        headers = [*self.headers_for_replica(request), (PROBE, "1")]
+        try:
+            with exchange.running():
+                answer = await self._ask(replica, request, headers, exchange)
+        except BROKEN:
+            self._links.router.failed(replica.name)
+            return None
+        return answer if 400 <= answer.status_code < 500 else None
+
+    async def _ask(
+        self,
+        replica: Server,
+        request: Request,
+        headers: Sequence[tuple[str, str]],
+        exchange: Exchange,
+    ) -> Response:
+        """A replica's answer to a request without a body, within the exchange."""
+        with self._links.using(replica.name, exchange.lose):
+            async with self._links.session.post(
+                url_of(replica, request), headers=headers, allow_redirects=False
+            ) as answer:
+                return whole(answer, await answer.read())
+
     def _connected(self, servers: Sequence[Server]) -> Sequence[Server]:
         """These replicas, if this gateway is connected to all of them; the router may have ejected some.
 
@@ -118,37 +148,29 @@ class Forwarding:
                 raise CapacityError(message, code="no_replica", retry_after_s=1)
         return servers
 
-    async def _ask_all(
-        self, request: Request, replicas: Sequence[Server], exchange: Exchange, send: Send
-    ) -> None:
+    async def ask_all(self, request: Request, exchange: Exchange, send: Send) -> None:
         """Send a request without a body to all replicas; answers with the worst of their answers."""
+        replicas = self._connected(self._links.listed)
         headers = self.headers_for_replica(request)
-
-        async def ask(replica: Server) -> Response:
-            url = url_of(replica, request)
-            with self._links.using(replica.name, exchange.lose):
-                async with self._links.session.post(
-                    url, headers=headers, allow_redirects=False
-                ) as answer:
-                    return whole(answer, await answer.read())
-
-        watcher = watch(request.receive, exchange)
-        asking = [asyncio.create_task(ask(each)) for each in replicas]
+        asking = [
+            asyncio.create_task(self._ask(each, request, headers, exchange)) for each in replicas
+        ]
         try:
-            with exchange.running():
-                answers = await asyncio.gather(*asking)
+            async with watching(request, exchange):
+                with exchange.running():
+                    answers = await asyncio.gather(*asking)
         except BROKEN as error:
             raise ReplicaLostError(
                 "A replica is gone, others go on; send the request again."
             ) from error
         finally:
-            await cancel_all([watcher, *asking])
+            await cancel_all(asking)
         await max(answers, key=lambda answer: answer.status_code)(
             request.scope, request.receive, send
         )
 
     async def _forward(
-        self, request: Request, replica: Replica | Server, exchange: Exchange, send: Send
+        self, request: Request, replica: Server, exchange: Exchange, send: Send
     ) -> None:
         """Have a replica answer.
 
@@ -263,6 +285,16 @@ def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
     return asyncio.create_task(until_gone())
 
 
+@asynccontextmanager
+async def watching(request: Request, exchange: Exchange) -> AsyncIterator[None]:
+    """`watch` during the block."""
+    watcher = watch(request.receive, exchange)
+    try:
+        yield
+    finally:
+        await cancel_all([watcher])
+
+
 async def _body_of(
     request: Request, exchange: Exchange, watchers: list[asyncio.Task[None]]
 ) -> AsyncIterator[bytes]:
@@ -276,7 +308,7 @@ async def _body_of(
     watchers.append(watch(request.receive, exchange))
 
 
-def url_of(replica: Replica | Server, request: Request) -> URL:
+def url_of(replica: Server, request: Request) -> URL:
     """A replica's address with path and query as they came."""
     query = request.scope["query_string"]
     path = request.scope["raw_path"] + (b"?" + query if query else b"")

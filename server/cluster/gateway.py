@@ -1,6 +1,7 @@
 """A gateway's ASGI app: finds a replica for each request and passes both ways byte for byte.
 
-What `before_body` refuses, and bodies for which there is no room, are not read.
+It must read a body to choose a replica. Not read are bodies for which there is no room, of a caller that has as many
+requests on their way as it may, and long ones that a replica refuses by their heads.
 
 When a replica is lost or answers 503 or 507, and the client has received nothing yet, another replica is asked. An
 answer that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is
@@ -14,6 +15,7 @@ import asyncio
 import hashlib
 import re
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,10 +31,10 @@ from manylora.errors import DrainingError, ManyloraError, NotFoundError, Replica
 from manylora.registry.limits import Limits
 from manylora.registry.records import RETRIED, Identity, UsageEvent
 from manylora.registry.registry import Registry
+from manylora.registry.servers import Server
 from manylora.server.admission.rates import reservation_of
 from manylora.server.apis import FACTS
 from manylora.server.auth.callers import DEFAULT_TENANT, Caller
-from manylora.server.cluster.before_body import BeforeBody
 from manylora.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
@@ -41,11 +43,10 @@ from manylora.server.cluster.forwarding import (
     headers_for_client,
     no_replica,
     url_of,
-    watch,
+    watching,
     whole,
 )
 from manylora.server.cluster.links import Links
-from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.route_fields import read_fields
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
@@ -55,8 +56,8 @@ from manylora.server.http.body import Pace, held_body
 from manylora.server.http.json_body import json_bytes
 from manylora.server.http.route_facts import error_shape
 from manylora.server.http.unknown_routes import MAX_SHOWN
+from manylora.server.limits.accounts import Accounts, Holder, LimitedAccount
 from manylora.server.process.drain import Drain, Exchange
-from manylora.server.process.threads import cancel_all
 from manylora.server.versions.names import ModelNames
 from manylora.server.versions.resolved_model import ResolvedModel
 
@@ -121,13 +122,16 @@ class Gateway:
         """Requests sent to another replica than the first."""
         self.num_lost = 0
         """Answers that ended early because their replica was lost."""
+        self.num_refused = 0
+        """Requests beyond the limit `concurrent_requests` of their tenant or key."""
         self.registry = registry
         self.links = links
         self.drain = drain
         self._max_body_bytes = config.max_body_bytes
         self._default_tenant = DEFAULT_TENANT if config.auth == "off" else None
         self._forwarding = Forwarding(links, drain)
-        self.before_body = BeforeBody(links, self._forwarding)
+        self._accounts = Accounts()
+        """Requests that no replica has answered yet, by tenant and key; replicas count the others."""
         self._pace = Pace()
 
     def check_ready(self) -> None:
@@ -143,31 +147,40 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a replica answers."""
-        if scope["path"].startswith("/internal/"):  # the gateway's token would open it
-            raise NotFoundError(f"There is no route {scope['path'][:MAX_SHOWN]}.")
+        path = scope["path"]
+        if (
+            path.startswith("/internal/")  # the gateway's token would open it
+            or scope["method"] == "CONNECT"
+            or not scope["raw_path"].startswith(b"/")
+        ):
+            raise NotFoundError(f"There is no route {scope['method']} {path[:MAX_SHOWN]}.")
+        request = Request(scope, receive)
         exchange = Exchange()
+        facts = FACTS.get(path) if scope["method"] == "POST" else None
         with self.drain.running(exchange.cut):
-            facts = FACTS.get(scope["path"])
-            if scope["method"] == "POST" and facts is not None and facts.generates:
-                await self._generate(Request(scope, receive), exchange, send)
+            if facts is not None and facts.generates:
+                await self._generate(request, exchange, send)
+            elif (
+                facts is not None
+                and facts.is_for_all_replicas
+                and "server" not in request.query_params
+            ):
+                await self._forwarding.ask_all(request, exchange, send)
             else:
-                await self._forwarding.pass_on(Request(scope, receive), exchange, send)
+                await self._forwarding.pass_on(request, exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
         self.registry.usage.check()  # what a replica loses is billed here
         caller, tenant_limits = await self._caller(request)
-        self.before_body.count(request, caller.tenant_id, tenant_limits)
-        if (refusal := await self.before_body.refusal(request, exchange)) is not None:
+        self._count(request, caller.tenant_id, tenant_limits)
+        if (refusal := await self._forwarding.refusal(request, exchange)) is not None:
             await refusal(request.scope, request.receive, send)
             return
         asked = await self._read(
             request, caller, await json_bytes(request, self._max_body_bytes, self._pace)
         )
-        watcher = watch(request.receive, exchange)
-        try:
+        async with watching(request, exchange):
             await self._try_replicas(asked, exchange, send)
-        finally:
-            await cancel_all([watcher])
 
     async def _caller(self, request: Request) -> tuple[Caller, Limits]:
         """The caller, with the limits of its tenant; no tenant for an admin who names none, or what is no tenant."""
@@ -180,6 +193,33 @@ class Gateway:
                 return caller, Limits(**row.limits)
         caller = Caller(identity=identity, tenant_id=identity.tenant_id, tenant=identity.tenant)
         return caller, identity.tenant_limits
+
+    def _count(self, request: Request, tenant_id: str | None, tenant_limits: Limits) -> None:
+        """Count a request until its reservation ends, which is when a replica answers.
+
+        Raises:
+            RateLimitError: As many are on their way as the tenant or the key may have.
+        """
+        identity: Identity = request.state.identity
+        now_s = time.monotonic()
+        held: list[tuple[Holder, str | None, Limits]] = [
+            ("tenant", tenant_id, tenant_limits),
+            ("key", identity.key_id, identity.key_limits),
+        ]
+        accounts = [
+            LimitedAccount(
+                holder,
+                name,
+                self._accounts.of(name, now_s),
+                Limits(concurrent_requests=limits.concurrent_requests),
+            )
+            for holder, name, limits in held
+            if name is not None
+        ]
+        reservation_of(request).admit(accounts, time.monotonic, self._refused, 0)
+
+    def _refused(self, _limit: str) -> None:
+        self.num_refused += 1
 
     async def _read(self, request: Request, caller: Caller, body: bytes) -> GatewayRequest:
         fields = read_fields(body)
@@ -225,7 +265,7 @@ class Gateway:
             if replica is None or (asked.tried and not self.links.router.may_retry()):
                 break
             if lost_id is not None:
-                await asyncio.shield(self._bill(asked, lost_id, RETRIED, Counts(0, 0, 0)))
+                await asyncio.shield(self._bill(asked, lost_id, RETRIED, Counts()))
                 lost_id = None
             ledger_id = self.registry.usage.mint_id()
             self.num_retried += len(asked.tried) == 1
@@ -247,7 +287,7 @@ class Gateway:
                 self.links.router.failed(replica.name)
                 lost_id = ledger_id
         if lost_id is not None:
-            await asyncio.shield(self._bill(asked, lost_id, "error", Counts(0, 0, 0)))
+            await asyncio.shield(self._bill(asked, lost_id, "error", Counts()))
         if best is None:
             raise error
         await best(asked.request.scope, asked.request.receive, send)
@@ -255,7 +295,7 @@ class Gateway:
     async def _ask(
         self,
         asked: GatewayRequest,
-        replica: Replica,
+        replica: Server,
         ledger_id: str,
         exchange: Exchange,
         send: Send,
@@ -292,7 +332,7 @@ class Gateway:
     async def _pass_answer(
         self,
         asked: GatewayRequest,
-        replica: Replica,
+        replica: Server,
         headers: list[tuple[str, str]],
         stream: StreamedAnswer,
         send: Send,

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import aiohttp
 import msgspec
 import structlog
 
 from manylora.registry.servers import Server, Servers
-from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
 from manylora.server.http.wire import MAX_HEAD_BYTES
@@ -47,8 +47,6 @@ class Links:
     def __init__(self, servers: Servers, router: Router, token: str) -> None:
         self.reports: dict[str, Report] = {}
         """The newest of each replica that is connected; of adapters it has the changes."""
-        self.tiers: dict[str, dict[str, str]] = {}
-        """Tier by digest of the adapters near each replica that is connected, by its name."""
         self._servers = servers
         self.router = router
         self.token = token
@@ -122,14 +120,9 @@ class Links:
         self._tell_router()
 
     def _tell_router(self) -> None:
+        ready = {name for name, report in self.reports.items() if report.state == "ready"}
         self.router.set_replicas(
-            Replica(
-                name=server.name,
-                boot_id=server.boot_id,
-                url=server.url,
-                is_ready=(report := self.reports.get(server.name)) is not None
-                and report.state == "ready",
-            )
+            replace(server, state="ready" if server.name in ready else "draining")
             for server in self.listed
         )
 
@@ -200,7 +193,6 @@ class Links:
                 tiers[digest] = tier
         before = self.reports.get(server.name)
         self.reports[server.name] = report
-        self.tiers[server.name] = tiers
         if before is None or before.state != report.state:
             self._tell_router()
         self.router.report(
@@ -209,7 +201,6 @@ class Links:
 
     def _lose(self, name: str, *, cuts: bool = True) -> None:
         if self.reports.pop(name, None) is not None:
-            del self.tiers[name]
             self._tell_router()
             for cut in list(self._cuts.get(name, ())) if cuts else ():
                 cut()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
+
+from manylora.registry.servers import Server
 
 SPAN_S = 10.0
 """An amount counts as 1/e of itself after this time."""
@@ -28,60 +30,34 @@ Key = TypeVar("Key", bound=Hashable)
 Entry = TypeVar("Entry")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """A server that computes, as the registry knows it."""
-
-    name: str
-    boot_id: str
-    """Fresh for every start of its process."""
-    url: str
-    is_ready: bool
-    """False while it starts or drains, and when it is gone."""
-
-
+@dataclass(slots=True, eq=False)
 class ReplicaState:
-    """One replica as this gateway sees it."""
+    """One process of a replica as this gateway sees it."""
 
-    __slots__ = (
-        "ejected_until_s",
-        "failures",
-        "hash",
-        "in_flight",
-        "load_s",
-        "others_s",
-        "rate",
-        "replica",
-        "reported_at_s",
-        "tiers",
-        "units",
-    )
+    server: Server
+    """Its row; its state is what it reports."""
+    in_flight: int = 0
+    """Requests of this gateway there; those that were sent to an earlier process count until they end."""
+    units: float = 0.0
+    """Their predicted work."""
+    load_s: float = 0.0
+    """Predicted work of all gateways there."""
+    others_s: float = 0.0
+    """Work of other gateways there, in seconds."""
+    rate: float = 0.0
+    """Units per second; 0 is unknown."""
+    tiers: Mapping[str, str] = field(default_factory=dict)
+    """Where its adapters are, by digest."""
+    reported_at_s: float | None = None
+    """When its last report came; None before the first."""
+    failures: int = 0
+    """Ejections since the last answer."""
+    ejected_until_s: float = -math.inf
+    """When it is asked again."""
+    hash: int = field(init=False)
 
-    def __init__(self, replica: Replica) -> None:
-        self.hash = hash64(replica.name.encode())
-        self.in_flight = 0
-        """Requests of this gateway there."""
-        self.units = 0.0
-        """Their predicted work."""
-        self.load_s = 0.0
-        """Predicted work of all gateways there."""
-        self.start(replica)
-
-    def start(self, replica: Replica) -> None:
-        """Take in a new process of the replica; requests sent to the old one count until they end."""
-        self.replica = replica
-        self.others_s = 0.0
-        """Work of other gateways there, in seconds."""
-        self.rate = 0.0
-        """Units per second; 0 is unknown."""
-        self.tiers: Mapping[str, str] = {}
-        """Where its adapters are, by digest."""
-        self.reported_at_s: float | None = None
-        """When its last report came; None before the first."""
-        self.failures = 0
-        """Ejections since the last answer."""
-        self.ejected_until_s = -math.inf
-        """When it is asked again."""
+    def __post_init__(self) -> None:
+        self.hash = hash64(self.server.name.encode())
 
     def cold_s(self, digest: str) -> float:
         """Seconds until this adapter can be used there."""

@@ -11,15 +11,16 @@ import hmac
 import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import manylora
-from manylora.errors import ConfigError, EngineUnavailableError
+from manylora.errors import CapacityError, ConfigError, EngineUnavailableError
 from manylora.registry.servers import Server
-from manylora.server.cluster.duties import Duties
+from manylora.server.cluster.loads import ranked
 from manylora.server.cluster.membership import Membership
 from manylora.server.cluster.wire import (
     CLUSTER,
@@ -37,10 +38,11 @@ from manylora.server.cluster.wire import (
 from manylora.server.hop import Hop
 from manylora.server.http.connection_room import TRUST
 from manylora.server.http.sse import ClosingResponse
-from manylora.server.process.threads import cancel_all
+from manylora.server.process.threads import cancel_all, repeat
 from manylora.server.services import Services, base_names
-from manylora.server.status.readiness import can_generate
 
+LOOK_S = 0.5
+"""Seconds between two looks for changes in the registry and the list; a change is followed within a second."""
 RESIDENTS_S = 1.0
 """Seconds between two looks at which adapters the engine has."""
 _LEDGER_ID = re.compile(r"use_[0-9a-f]{8,56}")
@@ -83,6 +85,48 @@ async def join(
     return FromGateways(app, Reports(services, membership), token), membership
 
 
+class Duties:
+    """Pins the adapters that are this replica's part of the pins, and lets deleted adapters go.
+
+    All replicas read the registry, and compute the same order of replicas for an adapter. Thread: the event loop's.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._replicas: tuple[str, ...] = ()
+        """Names of the ready ones; empty before the first look, when there are no duties."""
+        self._seen: object = None
+
+    def is_own(self, digest: str, copies: int) -> bool:
+        """True if this replica is among the first `copies` in the order of replicas for an adapter."""
+        return self._name in ranked(digest, self._replicas)[:copies]
+
+    async def follow(self, services: Services) -> None:
+        """Look for changes, for ever."""
+        self._name = services.server_name
+        await repeat(partial(self._look, services), LOOK_S, "changes_not_followed")
+
+    async def _look(self, services: Services) -> None:
+        registry = services.registry
+        listed = await registry.servers.listed("replica")
+        replicas = tuple(server.name for server in listed if server.state == "ready")
+        now = (await registry.last_change(), replicas)
+        if now == self._seen:
+            return
+        self._replicas = replicas
+        await services.versions.pins.sync()
+        await _drop_deleted(services)
+        self._seen = now
+
+
+async def _drop_deleted(services: Services) -> None:
+    """Have the engine drop adapters that are no version's any more; requests that run with them finish."""
+    digests = {resident.digest for resident in (await services.engine_status()).residents}
+    known = await services.registry.adapters.version_names(digests)
+    for digest in digests - known.keys():
+        await services.engine.drop_adapter(digest)
+
+
 class Reports:
     """The state of this replica as lines of JSON, for each gateway that listens."""
 
@@ -114,7 +158,7 @@ class Reports:
         state = self._membership.server.state
         return Report(
             boot_id=self._membership.server.boot_id,
-            state="down" if state == "ready" and not can_generate(self._services) else state,
+            state="down" if state == "ready" and not self._can_generate() else state,
             backlog_s=backlog / rate if rate else 0.0,
             rate=rate,
             base_names=base_names(self._services.config),
@@ -122,6 +166,14 @@ class Reports:
             waiting=gate.num_waiting,
             tiers=tiers,
         )
+
+    def _can_generate(self) -> bool:
+        """True if an answer can be computed and recorded, as far as is known without asking the database."""
+        try:
+            self._services.registry.usage.check()
+        except CapacityError:
+            return False
+        return self._services.engine.ready is not None
 
     async def _tiers(self) -> dict[str, str]:
         """Adapters of the engine that need no fetch, by digest; asked once for all gateways."""

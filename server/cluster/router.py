@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 
+from manylora.registry.servers import Server
 from manylora.server.cluster.loads import (
     START_RATE,
     FadingSum,
-    Replica,
     ReplicaState,
     drop_smaller_half,
     hash64,
@@ -70,21 +70,19 @@ class Target:
     """Replicas that a pin asks for."""
 
 
+@dataclass(slots=True, eq=False)
 class _Adapter:
     """Memory of one adapter."""
 
-    __slots__ = ("copies", "copies_at_s", "epoch", "hash", "ranked", "units")
-
-    def __init__(self, digest: str) -> None:
-        self.hash = hash64(digest.encode())
-        self.units = FadingSum()
-        self.copies = 1
-        self.copies_at_s = 0.0
-        """Time at which it last needed all its copies."""
-        self.ranked: list[ReplicaState] = []
-        """All ready replicas; its copies are on the first ones."""
-        self.epoch = 0
-        """The membership that `ranked` is of."""
+    hash: int
+    units: FadingSum = field(default_factory=FadingSum)
+    copies: int = 1
+    copies_at_s: float = 0.0
+    """Time at which it last needed all its copies."""
+    ranked: list[ReplicaState] = field(default_factory=list)
+    """All ready replicas; its copies are on the first ones."""
+    epoch: int = 0
+    """The membership that `ranked` is of."""
 
 
 class Router:
@@ -109,24 +107,21 @@ class Router:
         self._requests = FadingSum()
         self._retries = FadingSum()
 
-    def set_replicas(self, replicas: Iterable[Replica]) -> None:
+    def set_replicas(self, replicas: Iterable[Server]) -> None:
         """Set the membership. A replica with a new boot id starts without load, tiers and failures."""
-        members = {replica.name: replica for replica in replicas}
-        for name, replica in members.items():
+        members = {server.name: server for server in replicas}
+        for name, server in members.items():
             state = self.states.get(name)
             if state is None:
-                self.states[name] = ReplicaState(replica)
-            elif state.replica.boot_id != replica.boot_id:
-                state.start(replica)
+                self.states[name] = ReplicaState(server)
+            elif state.server.boot_id != server.boot_id:
+                self.states[name] = ReplicaState(server, state.in_flight, state.units)
             else:
-                state.replica = replica
+                state.server = server
         self.states = {
             name: state for name, state in self.states.items() if name in members or state.in_flight
         }
-        for state in self.states.values():
-            if state.replica.name not in members:
-                state.replica = replace(state.replica, is_ready=False)
-        ready = [self.states[name] for name in sorted(members) if members[name].is_ready]
+        ready = [self.states[name] for name in sorted(members) if members[name].state == "ready"]
         if ready != self._ready:
             self._ready = ready
             self._epoch += 1
@@ -146,7 +141,7 @@ class Router:
             tiers: Where its adapters are, by digest: `device`, `host`, or another word. Not copied.
         """
         state = self.states.get(name)
-        if state is None or state.replica.boot_id != boot_id:
+        if state is None or state.server.boot_id != boot_id:
             return
         state.rate = rate or state.rate
         state.tiers = tiers
@@ -161,7 +156,7 @@ class Router:
         state.reported_at_s = now_s
         self._set_load(state)
 
-    def order(self, target: Target, exclude: Collection[str] = ()) -> list[Replica]:
+    def order(self, target: Target, exclude: Collection[str] = ()) -> list[Server]:
         """The replica to ask, then those to try next; empty if there is none.
 
         Replicas that are ejected are in it only if there is no other.
@@ -178,7 +173,7 @@ class Router:
         else:
             copies = self._copies(adapter, target.copies, now_s)
             picked = self._pick_home(candidates, copies, target, adapter.hash, bound_s)
-        return [picked.replica, *[state.replica for state in candidates if state is not picked]]
+        return [picked.server, *[state.server for state in candidates if state is not picked]]
 
     def sent(self, name: str, target: Target) -> None:
         """Count a request that is sent to this replica; called right after `order`, in the same membership."""
@@ -227,9 +222,9 @@ class Router:
         """The replicas that may be asked, those with copies of the adapter first."""
         found = self._ready if adapter is None else self._ranked(adapter)
         if target.held_by is not None:
-            found = [state for state in found if state.replica.name == target.held_by]
+            found = [state for state in found if state.server.name == target.held_by]
         if exclude:
-            found = [state for state in found if state.replica.name not in exclude]
+            found = [state for state in found if state.server.name not in exclude]
         if now_s < self._ejected_until_s:
             found = [state for state in found if now_s >= state.ejected_until_s] or found
         return found
@@ -268,7 +263,7 @@ class Router:
             even = [state for state in homes if state.load_s <= EVEN * picked.load_s + SLACK_S]
             return min(
                 even,
-                key=lambda state: (self._units_of(target.tenant, state.replica.name), state.load_s),
+                key=lambda state: (self._units_of(target.tenant, state.server.name), state.load_s),
             )
         if target.adapter is not None:
             for state in candidates[copies:]:
@@ -291,7 +286,7 @@ class Router:
         if adapter is None:
             if len(self._adapters) >= MAX_ADAPTERS:
                 drop_smaller_half(self._adapters, lambda entry: entry.units.at(now_s))
-            adapter = self._adapters[digest] = _Adapter(digest)
+            adapter = self._adapters[digest] = _Adapter(hash64(digest.encode()))
         return adapter
 
     def _share(self, adapter: _Adapter, now_s: float) -> float:

@@ -67,7 +67,7 @@ class Frames:
     """Takes the frames out of the bytes of an answer."""
 
     def __init__(self) -> None:
-        self.counts = Counts(0, 0, 0)
+        self.counts = Counts()
         """Counts in the last complete frame."""
         self._rest = b""
 

@@ -5,7 +5,6 @@ An error names the place of what is wrong.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
 from manylora.server.http.bodies import Body
+from manylora.server.process.threads import in_thread
 
 if TYPE_CHECKING:
     from manylora.server.sandbox.grammar_checker import GrammarChecker
@@ -271,7 +271,7 @@ class _Search:
             return None
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         try:
-            lark = await asyncio.to_thread(json_grammar, {**schema, **shared}, path)
+            lark = await in_thread(json_grammar, {**schema, **shared}, path)
         except InvalidRequestError:
             return None
         problem = await self._problem(lark)

@@ -22,6 +22,7 @@ from manylora.errors import (
     RateLimitError,
     TimeoutExceededError,
 )
+from manylora.server.process.threads import acting
 
 MOST_BYTES = 256 << 20
 """Bytes of all bodies in memory."""
@@ -45,7 +46,6 @@ class Pace:
     """Seconds before the average counts."""
     bytes_per_s: float = 4096.0
     """Least average after the grace."""
-    clock: Callable[[], float] = time.monotonic
 
 
 class Turn(Protocol):
@@ -86,7 +86,7 @@ async def read_chunks(
     turn: Turn | None = getattr(request.state, "turn", None)
     if turn is not None:
         turn.leave()
-    started = pace.clock()
+    started = time.monotonic()
     received = 0
     more = True
     while more:
@@ -105,7 +105,7 @@ async def read_chunks(
         if received > limit:
             raise _too_large(limit, code)
         keep(received)
-        elapsed = pace.clock() - started
+        elapsed = time.monotonic() - started
         if more and elapsed > pace.grace_s and received < elapsed * pace.bytes_per_s:
             raise TimeoutExceededError(
                 f"The body came at less than {pace.bytes_per_s:g} bytes per second."
@@ -196,13 +196,11 @@ class HeldBody:
     """The bytes of one request's body. Its owner must call `end`, whatever happens.
 
     Args:
-        budget: Counts them.
-        tenant: Whose body it is, which is known when its first byte is read.
+        budget: Counts them, for the tenant that acts when the first of them is read.
     """
 
-    def __init__(self, budget: BodyBudget, tenant: Callable[[], str]) -> None:
+    def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
-        self._tenant_of = tenant
         self._tenant = ""
         self.num_bytes = 0
         """Bytes of it that are kept: all of them once it was read."""
@@ -212,7 +210,7 @@ class HeldBody:
         if num_bytes <= self.num_bytes:
             return
         if not self.num_bytes:
-            self._tenant = self._tenant_of()
+            self._tenant = acting.get().tenant
         self._budget.take(self._tenant, num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
 

@@ -21,7 +21,7 @@ from manylora.server.process.threads import in_thread
 FORM_BYTES = 1 << 20
 """Most bytes of a form besides its file: other parts, headers, boundaries."""
 WRITE_BYTES = 1 << 20
-"""Size of the pieces in which a file is written."""
+"""Least size of the pieces in which a file is written."""
 MAX_HEADERS = 8
 MAX_HEADER_BYTES = 4096
 FormT = TypeVar("FormT", bound="Form")
@@ -177,10 +177,9 @@ async def read_form(
     held_body(request).keep(STREAM_BYTES)
     try:
         async for chunk in read_chunks(request, limit + FORM_BYTES, pace, "upload.too_large"):
-            for start in range(0, len(chunk), WRITE_BYTES):
-                form.feed(chunk[start : start + WRITE_BYTES])
-                if len(form.pending) >= WRITE_BYTES:
-                    await in_thread(file.write, form.take())
+            form.feed(chunk)
+            if len(form.pending) >= WRITE_BYTES:
+                await in_thread(file.write, form.take())
         await in_thread(file.write, form.take())
     except TimeoutExceededError as error:
         raise TimeoutExceededError(error.message, code="upload.timeout") from error

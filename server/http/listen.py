@@ -1,62 +1,34 @@
-"""Listens for HTTP until a signal ends it; for every role of a server."""
+"""Listens for HTTP, and ends by signals; for every role of a server."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
 import structlog
 import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from manylora.config import usable_cores
-from manylora.errors import ConfigError, NotFoundError
-from manylora.server.errors import error_response
-from manylora.server.http.connection_room import (
-    ConnectionRoom,
-    most_connections,
-    raise_descriptor_limit,
-)
+from manylora.errors import ConfigError
+from manylora.server.http.connection_room import ConnectionRoom, most_connections
 from manylora.server.http.wire import BoundedReads
 from manylora.server.process.drain import Drain
-from manylora.server.process.threads import FairThreads
 
 log = structlog.get_logger("manylora.server")
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
 """Connections that wait to be taken in."""
 METRICS_CONNECTIONS = 32
-MAX_THREADS = 32
-"""Threads for what would hold up the event loop, as asyncio has them."""
 STOP_S = 3
 """Seconds that connections have to close once everything was drained."""
-
-
-def run_until_signal(
-    serve: Callable[[Shutdown], Coroutine[object, object, None]], drain_s: float
-) -> int:
-    """Run a server in an event loop of its own; returns the exit code. A signal during the start ends it."""
-    raise_descriptor_limit()
-
-    async def run() -> int:
-        threads = FairThreads(min(MAX_THREADS, usable_cores() + 4), "manylora-work")
-        asyncio.get_running_loop().set_default_executor(threads)
-        shutdown = Shutdown(drain_s)
-        try:
-            await serve(shutdown)
-        except asyncio.CancelledError:
-            if not shutdown.num_asked:
-                raise
-        return 0
-
-    loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(run())
 
 
 class ApiServer(uvicorn.Server):
@@ -206,18 +178,12 @@ def listen_beside(stack: AsyncExitStack, app: object, host: str, port: int) -> N
 
 
 def metrics_app(page: Callable[[], Awaitable[Response]]) -> ASGIApp:
-    """For a port of its own: answers GET /metrics with `page`, and 404 to all else."""
+    """For a port of its own: answers GET /metrics with `page`."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
-            response = await page()
-        else:
-            response = error_response(NotFoundError("There is no such route."))
-        await response(scope, receive, send)
+    async def metrics(_: Request) -> Response:
+        return await page()
 
-    return app
+    return Starlette(routes=[Route("/metrics", metrics)])
 
 
 def url_of(host: str, listener: socket.socket) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,8 +14,6 @@ import manylora
 from manylora.server.http.route_facts import PUBLIC_PATHS, ROUTES, error_shape
 
 _REF = "#/components/schemas/{model}"
-_FOREIGN = ("HTTPValidationError", "ValidationError")
-IDEMPOTENCY_KEY = "Idempotency-Key"
 TEXT = {"type": "string"}
 BINARY = {"type": "string", "format": "binary"}
 OBJECT = {"type": "object"}
@@ -38,7 +35,7 @@ def takes_retries() -> dict[str, Any]:
         "pattern": "^[!-~]([ -~]*[!-~])?$",
     }
     about = "A request repeated with the same key within 24 hours is done once and gets the same answer."
-    return _header(IDEMPOTENCY_KEY, schema, about)
+    return _header("Idempotency-Key", schema, about)
 
 
 def takes_bytes(header: str, about: str) -> dict[str, Any]:
@@ -63,7 +60,7 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
     )
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
-    for name in _FOREIGN:
+    for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     page["components"]["securitySchemes"] = {
@@ -72,36 +69,14 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
     }
     page["security"] = [{"key": []}, {"header": []}]
     for path, operations in page["paths"].items():
-        for method, operation in operations.items():
-            responses = operation["responses"]
-            if _FOREIGN[0] in str(responses.get("422")):
-                del responses["422"]
-            for status in _errors(path, method, operation):
-                responses[str(status)] = error_answer(status, path)
+        schema = {"$ref": _REF.format(model=error_shape(path).view.__name__)}
+        error = {"description": "Error", "content": {"application/json": {"schema": schema}}}
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own
+            operation["responses"]["default"] = error
             if path in PUBLIC_PATHS:
                 operation["security"] = []
     return page
-
-
-def error_answer(status: int, path: str) -> dict[str, Any]:
-    """Description of an error of this status for the page."""
-    view = error_shape(path).view
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=view.__name__)}}}
-    return {"description": HTTPStatus(status).phrase, "content": content}
-
-
-def _errors(path: str, method: str, operation: dict[str, Any]) -> list[int]:
-    """Statuses of the errors that an operation may answer with, besides those that its route names."""
-    statuses = [400, 401, 405, 431, 503]
-    if path not in PUBLIC_PATHS:
-        statuses += [403, 404, 429]
-    if method != "get":
-        statuses += [409, 507]
-    if "requestBody" in operation:
-        statuses += [408, 413, 415]
-    if any(parameter["name"] == IDEMPOTENCY_KEY for parameter in operation.get("parameters", ())):
-        statuses.append(422)  # a key used for something else, and adapters that cannot be served
-    return statuses
 
 
 def request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -105,8 +105,10 @@ class FairSemaphore:
     def _next(self) -> list[_Served]:
         """The waiting tenants that may have a place now."""
         waiting = [served for served in self._tenants.values() if served.waiting]
-        if self._free > 0 or not waiting or self._free <= -self._spare:
-            return waiting if self._free > 0 else []
+        if self._free > 0:
+            return waiting
+        if not waiting or self._free <= -self._spare:
+            return []
         weights = sum(served.weight for served in self._tenants.values() if served.is_active)
         return [
             served

@@ -2,7 +2,7 @@
 
 Such work is parsing, checking and tokenizing. A call into a library may hold the interpreter's lock for all its time,
 and then nobody is answered, whichever thread it is in. So what comes here releases the lock, or holds it for
-milliseconds at a time. Medium work has threads of its own and never waits for long work.
+milliseconds at a time. Medium work has places of its own and never waits for long work.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from typing import TypeVar
 
 from manylora.config import usable_cores
@@ -42,8 +40,11 @@ class LongWork:
 
     def __init__(self, num_cores: int | None = None) -> None:
         cores = num_cores or usable_cores()
-        self._medium = _Lane(max(2, cores // 4), "medium-work")
-        self._long = _Lane(max(1, cores // 8), "long-work")
+        medium = max(2, cores // 4)
+        long = max(1, cores // 8)
+        # Twice as many while one tenant has more than its share.
+        self._medium = FairSemaphore(medium, spare=medium)
+        self._long = FairSemaphore(long, spare=long)
         self._trimming: asyncio.TimerHandle | None = None
 
     async def run(
@@ -66,41 +67,22 @@ class LongWork:
         if num_bytes <= INLINE_BYTES:
             begin()
             return function()
-        lane = self._medium if num_bytes <= MEDIUM_BYTES else self._long
-        async with lane.places.place(tenant or "", weight):
+        places = self._medium if num_bytes <= MEDIUM_BYTES else self._long
+        async with places.place(tenant or "", weight):
             begin()
             try:
-                return await to_its_end(
-                    asyncio.get_running_loop().run_in_executor(
-                        lane.threads, copy_context().run, function
-                    )
-                )
+                return await to_its_end(asyncio.to_thread(function))
             finally:
-                if lane is self._long:
+                if places is self._long:
                     self._trim_later()
-
-    def close(self) -> None:
-        """Start no more threads; those that run end with their work."""
-        if self._trimming is not None:
-            self._trimming.cancel()
-        for lane in (self._medium, self._long):
-            lane.threads.shutdown(wait=False)
 
     def _trim_later(self) -> None:
         if self._trimming is not None:
             self._trimming.cancel()
         loop = asyncio.get_running_loop()
         self._trimming = loop.call_later(
-            TRIM_S, lambda: loop.run_in_executor(self._long.threads, give_memory_back)
+            TRIM_S, lambda: loop.run_in_executor(None, give_memory_back)
         )
-
-
-class _Lane:
-    """Threads for work of about one length; twice as many while one tenant has more than its share."""
-
-    def __init__(self, places: int, name: str) -> None:
-        self.threads = ThreadPoolExecutor(2 * places, name)
-        self.places = FairSemaphore(places, spare=places)
 
 
 def keep_interpreter_moving() -> None:

@@ -10,7 +10,7 @@ from manylora.engine.text.chat_template import UNUSABLE, unusable
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.server.process.fair_semaphore import FairSemaphore
-from manylora.server.process.threads import acting, to_its_end
+from manylora.server.process.threads import place_in, to_its_end
 from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, SandboxedProcesses
 
 CHILDREN = 2
@@ -63,7 +63,7 @@ class ChatRenderer:
         self._tokenizer.check_template_kwargs(chat.get("template_kwargs", {}))
         if self._fault is not None:
             raise InvalidRequestError(self._fault, code=UNUSABLE, param="messages")
-        async with self._places.place(*acting.get()):
+        async with place_in(self._places):
             # A process that is not waited for would have to be ended.
             found = await to_its_end(self.answer(dict(chat), num_bytes))
         if "text" not in found:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import environment
+from manylora.server.process.threads import in_thread
 
 MAX_ANSWER_BYTES = 1 << 24
 LONG_BYTES = 1 << 15
@@ -74,7 +75,7 @@ class SandboxedProcesses:
         """
         number = next(self._numbers)
         write = partial(_line, [number, cpu_s, job])
-        line = await asyncio.to_thread(write) if num_bytes > LONG_BYTES else write()
+        line = await in_thread(write) if num_bytes > LONG_BYTES else write()
         try:
             return await self._ask(number, line, wall_s)
         except ProcessLostError:
@@ -145,7 +146,7 @@ async def _exchange(process: Process, number: int, job: bytes) -> Any:  # noqa: 
         while line := await stdout.readline():
             is_long = len(line) > LONG_BYTES
             with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # a part
-                found = await asyncio.to_thread(json.loads, line) if is_long else json.loads(line)
+                found = await in_thread(json.loads, line) if is_long else json.loads(line)
                 answered, answer = found
                 if answered == number:
                     return answer

@@ -24,7 +24,6 @@ from manylora.server.http import sse
 from manylora.server.http.bodies import View
 from manylora.server.http.openapi import OBJECT, TEXT, sends
 from manylora.server.services import Services, Wired
-from manylora.server.status.readiness import check_ready, why_not_ready
 from manylora.server.telemetry import metrics
 
 ValueT = TypeVar("ValueT")
@@ -166,6 +165,29 @@ for _path, _answer in (("/health", health), ("/ready", ready), ("/version", vers
 async def get_metrics(services: Wired, _: Admin) -> Response:
     """Metrics for Prometheus."""
     return await metrics_response(services)
+
+
+async def check_ready(services: Services) -> None:
+    """Return if requests are taken.
+
+    Raises:
+        CapacityError: They are not, and why; its code is one of `metrics.NOT_READY`.
+    """
+    services.drain.check(or_near=True)
+    if services.engine.ready is None:
+        raise EngineUnavailableError(
+            "The engine is starting; try again in a moment.", code="engine_starting"
+        )
+    await services.registry.check()
+
+
+async def why_not_ready(services: Services) -> str | None:
+    """The code of what `check_ready` raises; None if it returns."""
+    try:
+        await check_ready(services)
+    except CapacityError as error:
+        return error.code
+    return None
 
 
 async def metrics_response(services: Services) -> Response:

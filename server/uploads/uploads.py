@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from manylora.server.process.threads import in_thread
 from manylora.server.uploads.in_progress import UploadsInProgress
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class Uploads:
             Number of uploads whose files were deleted.
         """
         # First the files, then the rows: files are made after their row.
-        staged = await asyncio.to_thread(self.staged.ids)
+        staged = await in_thread(self.staged.ids)
         gone = set(staged) - await open_ids()
         doomed = [each for each in gone if not self.in_progress.is_writing(each)]
         for upload_id in doomed:
-            await asyncio.to_thread(self.staged.delete, upload_id)
+            await in_thread(self.staged.delete, upload_id)
         return len(doomed)

@@ -6,7 +6,6 @@ the rules. A form, pieces and an import all come here through `publish`.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import hashlib
@@ -23,7 +22,7 @@ from manylora.adapters.ref import LoraSpec, content_digest
 from manylora.engine.status import EngineReady
 from manylora.registry.records import VersionFacts
 from manylora.server.process.fair_semaphore import FairSemaphore
-from manylora.server.process.threads import acting
+from manylora.server.process.threads import in_thread, place_in
 from manylora.server.sandbox.processes import (
     LimitReachedError,
     NoAnswerError,
@@ -80,7 +79,7 @@ class AdapterValidator:
         """
         job = {"config": base64.b64encode(config).decode(), "weights": str(weights)}
         cpu_s = CPU_S * (1 + (size_bytes >> 30))
-        async with self.places.place(*acting.get()):
+        async with place_in(self.places):
             found = await self.in_child(job, cpu_s)
         if "too_large" in found:
             raise errors.PayloadTooLargeError(**found["too_large"])
@@ -90,9 +89,7 @@ class AdapterValidator:
             )
         spec = LoraSpec.from_canonical(found.pop("spec"))
         ranks = {(layer, module): rank for layer, module, rank in found.pop("ranks")}
-        pages = await asyncio.to_thread(
-            adapter_pages, ranks, self._ready.base, self._ready.geometry
-        )
+        pages = await in_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
         self._check_room(pages)
         digest = content_digest(spec, weights_sha256)
         _remember(self._pages, digest, pages)
@@ -140,7 +137,7 @@ class AdapterValidator:
         """Pages of a stored version on the device; None where its weights cannot be read."""
         if version.digest not in self._pages:
             try:
-                like, pages = await asyncio.to_thread(self._count_stored, version)
+                like, pages = await in_thread(self._count_stored, version)
             except (OSError, errors.AdapterError, errors.CapacityError):
                 return None
             _remember(self._pages_by_header, like, pages)

@@ -82,7 +82,7 @@ async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> Non
     ) as client:
         assert "manylora_build_info" in (await client.get("/metrics")).text
         assert (await client.get("/v1/models")).status_code == 404
-        assert (await client.post("/metrics")).status_code == 404
+        assert (await client.post("/metrics")).status_code == 405
 
 
 async def test_deleting_a_tenant_takes_its_adapters_from_engine_and_disk(

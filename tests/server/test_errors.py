@@ -76,10 +76,10 @@ def test_a_full_disk_is_507() -> None:
 @pytest.mark.parametrize(
     ("code", "kind", "cls"),
     [
-        ("context_length_exceeded", "request", errors.ContextLengthError),
-        ("request_too_large", "request", errors.NeverFitsError),
+        ("context_length_exceeded", "request", errors.InvalidRequestError),
+        ("request_too_large", "request", errors.InvalidRequestError),
         ("unheard_of", "request", errors.InvalidRequestError),
-        ("engine_overloaded", "capacity", errors.QueueFullError),
+        ("engine_overloaded", "capacity", errors.CapacityError),
         ("unheard_of", "capacity", errors.CapacityError),
         ("adapter_load_failed", "adapter", errors.AdapterUnavailableError),
         ("internal_error", "internal", errors.EngineError),

@@ -28,8 +28,8 @@ from manylora.server.core_services import CallerLimits, Clock
 from manylora.server.http.body import Pace
 from manylora.server.http.json_body import BodyReader
 from manylora.server.http.listen import ApiServer, bind, url_of
-from manylora.server.process.database_turns import database_turns
 from manylora.server.process.drain import Drain
+from manylora.server.process.threads import share_database
 from manylora.server.serve import gate_of, metrics_of, versions_of
 from manylora.server.services import Services, base_names
 from manylora.server.uploads.staged_files import open_staged
@@ -233,7 +233,7 @@ async def api(
     registry = await Registry.open(
         database_url, server.data_dir, ADMIN_KEY, clock=now, pepper=pepper
     )
-    registry.database.share(database_turns())
+    share_database(registry.database)
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
     metrics = metrics_of(config, ready)

@@ -21,9 +21,9 @@ from manylora.registry.records import UsageEvent, UsageQuery
 from manylora.registry.registry import Registry
 from manylora.registry.servers import Role
 from manylora.server.cluster.app import open_gateway
-from manylora.server.cluster.duties import Duties
 from manylora.server.cluster.membership import Membership
-from manylora.server.cluster.replica import join
+from manylora.server.cluster.replica import Duties, join
+from manylora.server.http.listen import metrics_app
 from manylora.server.process.drain import Drain
 from registry_samples import server_sample
 
@@ -78,15 +78,15 @@ class FakeGateway:
     ) -> FakeGateway:
         """Start a gateway, which `stack` ends."""
         drain = Drain()
-        apps = await open_gateway(config, registry, drain, stack)
+        app, page = await open_gateway(config, registry, drain, stack)
 
         async def main(_: str) -> ASGIApp:
-            return apps.main
+            return app
 
         return cls(
             await stack.enter_async_context(listening(main)),
-            apps.main,
-            apps.metrics,
+            app,
+            metrics_app(page),
             registry,
             drain,
         )

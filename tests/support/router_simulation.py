@@ -17,8 +17,8 @@ from itertools import count
 
 import numpy as np
 
-from manylora.server.cluster.loads import Replica
 from manylora.server.cluster.router import Router, Target
+from registry_samples import server_sample
 
 SLOTS = 32
 UNITS = 200.0
@@ -124,7 +124,7 @@ class RouterSimulation:
             f"r{i}": _Server(speed=0.5 if i < case.num_slow else 1.0, counted_from_s=case.warm_s)
             for i in range(case.num_replicas)
         }
-        members = [Replica(name=name, boot_id="1", url="", is_ready=True) for name in self.servers]
+        members = [server_sample(name=name) for name in self.servers]
         self.routers = [
             Router(lambda: self.now_s, random.Random(case.seed + i))
             for i in range(case.num_gateways)

@@ -15,8 +15,7 @@ from manylora.adapters.ref import ResidentAdapter
 from manylora.engine.fairness.prices import TenantLoad
 from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, ConfigError
-from manylora.server.cluster.duties import Duties
-from manylora.server.cluster.replica import join
+from manylora.server.cluster.replica import Duties, join
 from manylora.server.cluster.wire import (
     CLUSTER,
     LEDGER_ID,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from manylora.config import Auth, GatewayConfig, RegistryConfig, ServerConfig
-from manylora.server.cluster.serve import _serve_until
-from manylora.server.http.listen import run_until_signal
+from manylora.server import run
+from manylora.server.cluster.serve import serve_gateway
 
 
 class _ListensError(Exception):
@@ -24,6 +23,8 @@ def test_a_gateway_says_who_may_come(
 ) -> None:
     monkeypatch.setenv("MANYLORA_PEPPER", "p" * 32)
     monkeypatch.setenv("MANYLORA_ADMIN_KEY", "k" * 32)
+    monkeypatch.setattr(run, "configure_logs", lambda: None)
+    monkeypatch.setattr(run, "keep_interpreter_moving", lambda: None)
     said: list[str] = []
 
     def announce(line: str) -> None:
@@ -34,6 +35,6 @@ def test_a_gateway_says_who_may_come(
     server = ServerConfig(role="gateway", port=0, data_dir=tmp_path, auth=auth)
     config = GatewayConfig(server=server, registry=RegistryConfig())
     with pytest.raises(_ListensError):
-        run_until_signal(partial(_serve_until, config, announce), 0)
-    assert told in said[1]
-    assert len(said) == 3
+        serve_gateway(config, announce)
+    assert told in "\n".join(said)
+    assert len(said) == 4

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from manylora.config import GatewayConfig, RegistryConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.registry.registry import Registry
+from manylora.server import run
 from manylora.server.cluster import app as cluster_app
 from manylora.server.cluster import serve as gateway
-from manylora.server.cluster.app import GatewayApps
-from manylora.server.http.listen import bind, listen, listen_beside, run_until_signal
+from manylora.server.http.listen import bind, listen, listen_beside
 from manylora.server.process.drain import Drain
 
 
@@ -48,13 +50,14 @@ def test_a_gateway_that_loses_its_port_while_it_starts_is_neither_listed_nor_say
 ) -> None:
     monkeypatch.setenv("MANYLORA_PEPPER", "p" * 32)
     monkeypatch.setenv("MANYLORA_ADMIN_KEY", "k" * 32)
+    monkeypatch.setattr(run, "configure_logs", lambda: None)
     said: list[str] = []
     open_gateway = cluster_app.open_gateway
     with bind("127.0.0.1", 0) as rival:
 
         async def open_late(
             config: GatewayConfig, registry: Registry, drain: Drain, stack: AsyncExitStack
-        ) -> GatewayApps:
+        ) -> tuple[ASGIApp, Callable[[], Awaitable[Response]]]:
             listen(rival)
             return await open_gateway(config, registry, drain, stack)
 
@@ -63,5 +66,5 @@ def test_a_gateway_that_loses_its_port_while_it_starts_is_neither_listed_nor_say
         server = ServerConfig(role="gateway", port=rival.getsockname()[1], data_dir=tmp_path)
         config = GatewayConfig(server=server, registry=RegistryConfig())
         with pytest.raises(ConfigError, match=r"server\.port"):
-            run_until_signal(partial(gateway._serve_until, config, said.append), 0)
+            gateway.serve_gateway(config, said.append)
     assert said == []

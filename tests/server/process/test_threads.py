@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ from structlog.testing import capture_logs
 
 from manylora.errors import CapacityError
 from manylora.registry.db.database import Database
-from manylora.server.process.database_turns import database_turns
-from manylora.server.process.threads import Acting, FairThreads, acting, repeat
+from manylora.server.process import threads
+from manylora.server.process.fair_semaphore import FairSemaphore
+from manylora.server.process.threads import Acting, acting, in_thread, repeat, share_database
 from postgres_server import KINDS, database_of
 
 pytestmark = pytest.mark.anyio
@@ -26,18 +26,19 @@ TENANTS = ("flood", "quiet", "stopper", "other", "light", "heavy", "a", "b")
 class Works:
     """Work of tenants that runs until it may end, and the order in which it began."""
 
-    def __init__(self, count: int) -> None:
-        self.threads = FairThreads(count, "test")
+    def __init__(self) -> None:
         self.began: list[str] = []
         self._may_end = {name: threading.Semaphore(0) for name in TENANTS}
         self._changed = threading.Condition()
-        self.futures: list[Future[str]] = []
+        self.tasks: list[asyncio.Task[str]] = []
 
-    def submit(self, tenant: str, count: int = 1, weight: float = 1.0) -> None:
-        for _ in range(count):
-            before = acting.set(Acting(tenant, weight))
-            self.futures.append(self.threads.submit(self._work, tenant))
-            acting.reset(before)
+    async def submit(self, tenant: str, count: int = 1, weight: float = 1.0) -> None:
+        async def act() -> str:
+            acting.set(Acting(tenant, weight))
+            return await in_thread(self._work, tenant)
+
+        self.tasks += [asyncio.create_task(act()) for _ in range(count)]
+        await asyncio.sleep(0)
 
     def _work(self, tenant: str) -> str:
         with self._changed:
@@ -50,73 +51,67 @@ class Works:
         for tenant in tenants or TENANTS:
             self._may_end[tenant].release(1000)
 
-    def wait_for(self, count: int) -> list[str]:
+    async def wait_for(self, count: int) -> list[str]:
         """The first ones that began, once there are so many."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.began) >= count, 60)
-            return self.began[:count]
+
+        def wait() -> list[str]:
+            with self._changed:
+                assert self._changed.wait_for(lambda: len(self.began) >= count, 60)
+                return self.began[:count]
+
+        return await asyncio.to_thread(wait)
 
 
 @pytest.fixture
-def works() -> Iterator[Works]:
-    made = Works(4)
+async def works(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Works]:
+    monkeypatch.setattr(threads, "_threads", FairSemaphore(3, spare=1))
+    made = Works()
     yield made
     made.let_end()
-    made.threads.shutdown()
+    await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
-def test_one_tenants_work_leaves_a_thread_to_others(works: Works) -> None:
-    works.submit("flood", 50)
-    assert works.wait_for(3) == ["flood"] * 3
-    works.submit("quiet")
-    assert works.wait_for(4)[3] == "quiet"
+async def test_one_tenants_work_leaves_a_thread_to_others(works: Works) -> None:
+    await works.submit("flood", 50)
+    assert await works.wait_for(3) == ["flood"] * 3
+    await works.submit("quiet")
+    assert (await works.wait_for(4))[3] == "quiet"
 
 
-def test_threads_go_to_tenants_by_weight(works: Works) -> None:
-    works.submit("stopper", 3)
-    works.submit("other")
-    works.wait_for(4)
-    works.submit("light", 30)
-    works.submit("heavy", 30, weight=3.0)
+async def test_threads_go_to_tenants_by_weight(works: Works) -> None:
+    await works.submit("stopper", 3)
+    await works.submit("other")
+    await works.wait_for(4)
+    await works.submit("light", 30)
+    await works.submit("heavy", 30, weight=3.0)
     works.let_end("stopper", "other")
-    assert Counter(works.wait_for(8)[4:]) == {"heavy": 3, "light": 1}
+    assert Counter((await works.wait_for(8))[4:]) == {"heavy": 3, "light": 1}
 
 
-def test_all_work_is_done_and_its_results_and_errors_come_back(works: Works) -> None:
+async def test_all_work_is_done_and_its_results_and_errors_come_back(works: Works) -> None:
     works.let_end()
-    works.submit("a", 40)
-    works.submit("b", 40)
-    assert [future.result(60) for future in works.futures] == ["a"] * 40 + ["b"] * 40
+    await works.submit("a", 40)
+    await works.submit("b", 40)
+    assert await asyncio.gather(*works.tasks) == ["a"] * 40 + ["b"] * 40
     with pytest.raises(ZeroDivisionError):
-        works.threads.submit(lambda: 1 // 0).result(60)
+        await in_thread(lambda: 1 // 0)
 
 
-def test_what_waits_at_a_shutdown_is_done_first_and_what_was_cancelled_never(works: Works) -> None:
-    works.submit("a", 5)
-    works.wait_for(3)
-    assert works.futures[4].cancel()
+async def test_what_was_cancelled_while_it_waits_never_begins_and_what_runs_keeps_its_thread(
+    works: Works,
+) -> None:
+    await works.submit("flood", 5)
+    await works.wait_for(3)
+    works.tasks[4].cancel()
+    works.tasks[0].cancel()
+    await asyncio.sleep(0.1)
+    assert works.tasks[4].cancelled()
+    assert not works.tasks[0].done()
+    assert len(works.began) == 3
     works.let_end()
-    works.threads.shutdown()
-    assert [future.result(0) for future in works.futures[:4]] == ["a"] * 4
+    await asyncio.wait(works.tasks)
+    assert works.tasks[0].cancelled()
     assert len(works.began) == 4
-    with pytest.raises(RuntimeError):
-        works.submit("a")
-
-
-async def test_a_loop_runs_its_work_in_turns(works: Works) -> None:
-    asyncio.get_running_loop().set_default_executor(works.threads)
-
-    async def work(tenant: str) -> None:
-        acting.set(Acting(tenant))
-        await asyncio.to_thread(works._work, tenant)
-
-    flood = [asyncio.create_task(work("flood")) for _ in range(20)]
-    await asyncio.sleep(0)
-    quiet = asyncio.create_task(work("quiet"))
-    await asyncio.sleep(0)
-    assert "quiet" in works.wait_for(4)
-    works.let_end()
-    await asyncio.gather(quiet, *flood)
 
 
 @pytest.fixture(params=KINDS)
@@ -128,7 +123,7 @@ async def test_a_tenants_write_waits_for_a_few_of_anothers(
     tmp_path: Path, database_url: str | None
 ) -> None:
     database = await Database.open(database_url, tmp_path)
-    database.share(database_turns())
+    share_database(database)
     order: list[str] = []
 
     async def write(tenant: str) -> None:
@@ -149,7 +144,7 @@ async def test_reads_that_last_leave_connections_to_others(
     tmp_path: Path, database_url: str | None
 ) -> None:
     database = await Database.open(database_url, tmp_path)
-    database.share(database_turns())
+    share_database(database)
     reading, may_end = asyncio.Semaphore(0), asyncio.Event()
 
     async def read(tenant: str, *, lasts: bool) -> None:

@@ -36,25 +36,21 @@ class LoraSpec:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def canonical(self) -> dict[str, object]:
-        """Fields as JSON types. Equal specs have the same form."""
+        """Fields as JSON types, equal for equal specs. A pattern is a list of pairs, because its order counts."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
         return {
-            "r": self.rank,
-            "lora_alpha": float(self.alpha),
-            "use_rslora": self.use_rslora,
-            "rank_pattern": list(self.rank_pattern.items()),
-            "alpha_pattern": [[key, float(alpha)] for key, alpha in self.alpha_pattern.items()],
+            name: list(value.items()) if isinstance(value, dict) else value
+            for name, value in fields.items()
         }
 
     @classmethod
     def from_canonical(cls, fields: Mapping[str, Any]) -> LoraSpec:
         """Read fields that `canonical` wrote."""
-        return cls(
-            rank=fields["r"],
-            alpha=fields["lora_alpha"],
-            use_rslora=fields["use_rslora"],
-            rank_pattern=dict(fields["rank_pattern"]),
-            alpha_pattern=dict(fields["alpha_pattern"]),
-        )
+        read: dict[str, Any] = {
+            name: dict(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return cls(**read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ Each is loaded on first use.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from manylora.errors import ClientError
@@ -20,17 +21,14 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "Client", "ClientError", "SamplingParams", "__version__"]
 
 
+_MODULES = {
+    "LLM": "manylora.engine.llm",
+    "Client": "manylora.client",
+    "SamplingParams": "manylora.engine.sampling_params",
+}
+
+
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the module protocol (PEP 562)
-    if name == "LLM":
-        from manylora.engine.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from manylora.engine.sampling_params import SamplingParams
-
-        return SamplingParams
-    if name == "Client":
-        from manylora.client import Client
-
-        return Client
-    raise AttributeError(f"module 'manylora' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'manylora' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

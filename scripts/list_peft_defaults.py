@@ -1,4 +1,4 @@
-"""List the fields of the installed PEFT's LoraConfig with their defaults, and which of them Manylora's tables lack.
+"""List the fields of the installed PEFT's LoraConfig with their defaults, and which of them Manylora's table lacks.
 
     python scripts/list_peft_defaults.py
 
@@ -12,15 +12,14 @@ from dataclasses import asdict
 
 from peft import LoraConfig, __version__
 
-from manylora.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
+from manylora.adapters.checkpoint.peft_fields import FIELDS
 
 
 def main() -> None:
-    """Print one line per field; a star marks those that no table has."""
+    """Print one line per field; a star marks those that the table lacks."""
     print(f"PEFT {__version__}")
     for name, default in sorted(asdict(LoraConfig()).items()):
-        known = name in READ_FIELDS or name in INERT_FIELDS or name in FEATURES
-        print(f"{' ' if known else '*'} {name} = {json.dumps(default, default=str)}")
+        print(f"{' ' if name in FIELDS else '*'} {name} = {json.dumps(default, default=str)}")
 
 
 if __name__ == "__main__":

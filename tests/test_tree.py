@@ -81,7 +81,7 @@ PLAIN_JSON = {
     "engine/process/messages.py": 1,
     "kernels/triton/plans.py": 1,
     "manylora/cli/demo/round.py": 1,
-    "manylora/cli/demo/traffic.py": 2,
+    "manylora/cli/demo/traffic.py": 1,
     "manylora/launch/ray_serve.py": 1,
     "registry/usage/ledger.py": 1,
     "server/sandbox/processes.py": 1,

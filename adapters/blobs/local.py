@@ -250,15 +250,14 @@ class LocalBlobs:
         with self._open(sha256) as fd:
             return os.pread(fd, num_bytes, 0), os.fstat(fd).st_size
 
-    def delete(self, sha256: str) -> bool:
-        """Remove a blob for good. Returns whether it was there."""
-        try:
-            with _folder(self.root, parents(sha256)) as folder:
-                os.unlink(sha256, dir_fd=folder)
-                os.fsync(folder)
-        except FileNotFoundError:
-            return False
-        return True
+    def delete(self, sha256: str) -> None:
+        """Remove a blob for good; one that is not there is no error."""
+        with (
+            contextlib.suppress(FileNotFoundError),
+            _folder(self.root, parents(sha256)) as folder,
+        ):
+            os.unlink(sha256, dir_fd=folder)
+            os.fsync(folder)
 
     def digests(self) -> Iterator[str]:
         """Digests of all stored blobs, in no particular order."""

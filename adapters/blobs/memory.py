@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from manylora.adapters.blobs.local import BlobReader, BlobWriter
+from manylora.adapters.blobs.local import BlobReader, BlobWriter, missing
 from manylora.errors import CapacityError, InvalidRequestError
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -163,18 +163,20 @@ class MemoryBlobs:
         return None if fd is None else MemoryPlace(str(_path(fd)), os.fstat(fd).st_ino)
 
     @contextlib.contextmanager
-    def open(
-        self, sha256: str, pause: Callable[[], None] = lambda: None
-    ) -> Iterator[BlobReader | None]:
-        """Open a blob for reading it once, also while it is deleted; None where it is not here."""
+    def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader]:
+        """Open a blob for reading it once, also while it is deleted.
+
+        Raises:
+            AdapterUnavailableError: It is not here (adapter_blob_missing).
+        """
         with self._lock:
-            found = self._blobs.get(sha256)
-            own = None if found is None else os.open(_path(found[0]), os.O_RDONLY | os.O_CLOEXEC)
+            if sha256 not in self._blobs:
+                raise missing(sha256)
+            own = os.open(_path(self._blobs[sha256][0]), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            yield None if own is None else BlobReader(own, None, pause)
+            yield BlobReader(own, None, pause)
         finally:
-            if own is not None:
-                os.close(own)
+            os.close(own)
 
     def delete(self, sha256: str) -> None:
         """Let a blob go; what is not here is no error."""

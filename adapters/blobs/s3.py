@@ -97,13 +97,10 @@ class S3Blobs(local.LocalBlobs):
             first, size = self._get(sha256, 0, num_bytes)
             return bytes(first), size
 
-    def delete(self, sha256: str) -> bool:
-        """Remove object and copy. Returns whether there was an object."""
-        key = _key(sha256)
-        was_there = self.bucket.size(key) is not None
-        self.bucket.delete(key)
+    def delete(self, sha256: str) -> None:
+        """Remove object and copy; what is not there is no error."""
+        self.bucket.delete(_key(sha256))
         super().delete(sha256)
-        return was_there
 
     def digests(self) -> Iterator[str]:
         """Digests of all objects that are old enough, and of copies; some come twice."""

@@ -64,8 +64,8 @@ class LoraFields:
             alpha_pattern = {path: own for path, own in alphas.items() if own != alpha}
         return LoraSpec(
             rank=default,
-            alpha=alpha,
+            alpha=float(alpha),
             use_rslora=self.use_rslora,
             rank_pattern=rank_pattern,
-            alpha_pattern=alpha_pattern,
+            alpha_pattern={key: float(own) for key, own in alpha_pattern.items()},
         )

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
-from manylora.adapters.checkpoint.peft_fields import check_unknown, field_names
+from manylora.adapters.checkpoint.peft_fields import Rule, check_field, field_names
 from manylora.strict_json import shown
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
-_KNOWN_FIELDS = field_names("""
+_FIELDS: dict[str, tuple[Rule, ...]] = dict.fromkeys(
+    field_names("""
     model train test data hf_dataset fine_tune_type optimizer optimizer_config learning_rate lr_schedule seed
     num_layers lora_layers batch_size iters val_batches test_batches steps_per_report steps_per_eval save_every
     max_seq_length resume_adapter_file adapter_path config grad_checkpoint grad_accumulation_steps
     clear_cache_threshold mask_prompt prompt_feature completion_feature text_feature chat_feature wandb report_to
     project_name lora_parameters rank scale alpha dropout keys
-""")
+"""),
+    (),
+)
 """Fields that `as_peft` reads, and settings of the run without effect on the adapter. The tensors tell which layers and
 modules were trained."""
 
@@ -65,6 +68,5 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
         message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."
         refuse("config.value_invalid", message, "lora_parameters", _AS_WRITTEN)
     for name, value in [*parameters.items(), *config.items()]:
-        if name not in _KNOWN_FIELDS:
-            check_unknown(name, value, " of mlx-lm")
+        check_field(name, value, _FIELDS)
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale}

@@ -1,65 +1,39 @@
 r"""Matches module paths with the keys of `rank_pattern` and `alpha_pattern` as PEFT does, in time linear in the path.
 
-PEFT runs `re.match(rf"(.*\.)?({key})$", path)`, which never ends for some keys. Here Python's parser reads that
-expression, and it is written again for the regex engine of pydantic, which never backtracks. Module paths are ASCII
-letters, digits, underscores and dots, so a set of characters is written as those of these that it has.
+PEFT runs `re.match(rf"(.*\.)?({key})$", path)`: a key is a regular expression, at the end of a path and after a dot.
+Python's engine never ends for some keys, so the regex engine of pydantic runs them, which never backtracks. A key may
+have only what both engines understand alike.
+
+A key is literal if it means the same when it is read letter by letter, although a dot in it stands for any character.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from re import _constants as sre  # type: ignore[attr-defined]
-from re import _parser as sre_parser  # type: ignore[attr-defined]
-from string import ascii_letters, digits
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
-from manylora.adapters.checkpoint.peft_fields import is_literal_path
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
+from manylora.strict_json import named, shown
 
 MAX_KEY_LENGTH = 1024
 MAX_GROUPS = 100
-MAX_REPEATS = 1000
-_ALPHABET = ascii_letters + digits + "_."
-_LAST_ASCII = 127
-_NOTHING = "[a&&b]"
-_ANCHORS = {
-    sre.AT_BEGINNING: "^",
-    sre.AT_BEGINNING_STRING: "^",
-    sre.AT_END: "$",
-    sre.AT_END_STRING: "$",
-    sre.AT_BOUNDARY: r"(?-u:\b)",
-    sre.AT_NON_BOUNDARY: r"(?-u:\B)",
-}
-_CATEGORIES = {
-    sre.CATEGORY_DIGIT: digits,
-    sre.CATEGORY_NOT_DIGIT: ascii_letters + "_.",
-    sre.CATEGORY_WORD: ascii_letters + digits + "_",
-    sre.CATEGORY_NOT_WORD: ".",
-    sre.CATEGORY_SPACE: "",
-    sre.CATEGORY_NOT_SPACE: _ALPHABET,
-}
-_NOT_LINEAR = {
-    sre.GROUPREF: "a regular expression with a reference back",
-    sre.GROUPREF_EXISTS: "a regular expression with a condition on a group",
-    sre.ASSERT: "a regular expression that looks ahead or behind",
-    sre.ASSERT_NOT: "a regular expression that looks ahead or behind",
-    sre.ATOMIC_GROUP: "a regular expression with an atomic group",
-    sre.POSSESSIVE_REPEAT: "a regular expression with a possessive repeat",
-}
-
-
-class InvalidKeyError(ValueError):
-    """PEFT cannot use the key either."""
-
-
-class UnsupportedKeyError(ValueError):
-    """The key cannot be matched in linear time, or is too large."""
-
+MAX_LITERAL = 256
+"""Largest length of a literal key."""
+_LITERAL = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
+_SIMPLE = re.compile(
+    r"(?:(?:[\w.^$|)-]|\((?:\?:|(?!\?))|\\[.dDsSwW]|\[\^?(?:[a-z]-[a-z]|[A-Z]-[A-Z]|\d-\d|[\w.]|\\[.dDsSwW])+\])"
+    r"(?:(?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\})\??)?)*",
+    re.ASCII,
+)
+"""Pattern of the expressions that both engines understand alike."""
+_DIGIT = "#"
+_LAYERS = ("layers.", "model.layers.", "language_model.layers.", "model.language_model.layers.")
+_HEADS = ("", *_LAYERS, "language_model.model.layers.")
 
 Matcher = Callable[[str], bool]
-Token = tuple[Any, Any]
-"""Part of an expression as Python's parser gives it: its kind and its operands."""
 
 
 class ModulePatterns:
@@ -116,39 +90,49 @@ class ModulePatterns:
         return literal if found is None else [found]
 
 
-def matcher(key: str) -> Matcher | None:
-    """Make a function that tells if a path matches the key; None if the key is literal, a path or the end of one.
+def matcher(pattern: str, key: str) -> Matcher | None:
+    """Make a function that tells if a path matches a key; None if the key is literal, a path or the end of one.
+
+    Args:
+        pattern: Field with the key, `rank_pattern` or `alpha_pattern`.
+        key: The key.
 
     Raises:
-        InvalidKeyError, UnsupportedKeyError: The key is refused; the message does not name the key itself.
+        AdapterFormatError: PEFT cannot use the key either (config.pattern_invalid).
+        AdapterIncompatibleError: It might not be matched in linear time, or is too large (config.pattern_unsupported).
     """
     if is_literal_path(key.removeprefix("^")):
         return None
+    param = named(f"{pattern}[{key}]")
+    message = f"{pattern} has the key {shown(key)}; it is "
+    hint = "Name modules by their paths, or by . \\. \\d \\w ( | ) [ ] * + ? {1,2} ^ and $ between letters."
+    if len(key) > MAX_KEY_LENGTH or key.count("(") > MAX_GROUPS:
+        message += f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups."
+        refuse_unsupported("config.pattern_unsupported", message, param, hint)
+    expression = rf"(.*\.)?({key})$"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            re.compile(expression)
+    except (re.error, OverflowError) as error:
+        message += f"no regular expression of Python: {getattr(error, 'msg', error)}."
+        wrong = "PEFT cannot load it either: correct the key."
+        refuse("config.pattern_invalid", message, param, wrong)
+    if _SIMPLE.fullmatch(key) is None:
+        message += "not a simple regular expression."
+        refuse_unsupported("config.pattern_unsupported", message, param, hint)
     from pydantic_core import (
         SchemaError,
         SchemaValidator,
         core_schema,
     )  # the engine starts without it
 
-    if len(key) > MAX_KEY_LENGTH or key.count("(") > MAX_GROUPS:
-        raise UnsupportedKeyError(
-            f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups"
-        )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parsed = sre_parser.parse(rf"(.*\.)?({key})$")
-    except (re.error, OverflowError) as error:
-        raise InvalidKeyError(
-            f"no regular expression of Python: {getattr(error, 'msg', error)}"
-        ) from None
-    schema = core_schema.str_schema(
-        pattern=f"^(?:{_written(parsed, False)})", regex_engine="rust-regex"
-    )
+    schema = core_schema.str_schema(pattern=f"^{expression}", regex_engine="rust-regex")
     try:
         return SchemaValidator(schema).isinstance_python
     except SchemaError:
-        raise UnsupportedKeyError("too large a regular expression") from None
+        message += "too large a regular expression."
+        refuse_unsupported("config.pattern_unsupported", message, param, hint)
 
 
 def _endings(path: str) -> list[str]:
@@ -157,62 +141,35 @@ def _endings(path: str) -> list[str]:
     return [f"^{path}", *(".".join(parts[start:]) for start in range(len(parts)))]
 
 
-def _written(tokens: Iterable[Token], ignores_case: bool) -> str:
-    return "".join(_write(token, ignores_case) for token in tokens)
+def is_literal_path(key: str) -> bool:
+    """True if the key names modules by letters, digits, underscores and dots alone, and does so in PEFT too."""
+    return (
+        len(key) <= MAX_LITERAL and _LITERAL.fullmatch(key) is not None and not _is_ambiguous(key)
+    )
 
 
-def _write(token: Token, ignores_case: bool) -> str:
-    kind, value = token
-    if kind in _NOT_LINEAR:
-        raise UnsupportedKeyError(f"{_NOT_LINEAR[kind]}, which takes more than linear time")
-    if kind is sre.AT:
-        return _ANCHORS[value]
-    if kind is sre.BRANCH:
-        return f"(?:{'|'.join(_written(branch, ignores_case) for branch in value[1])})"
-    if kind is sre.SUBPATTERN:
-        _, added, removed, tokens = value
-        return (
-            f"(?:{_written(tokens, bool((ignores_case or added & re.I) and not removed & re.I))})"
-        )
-    if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-        least, most, tokens = value
-        if max(least, 0 if most is sre.MAXREPEAT else most) > MAX_REPEATS:
-            raise UnsupportedKeyError(f"a regular expression of more than {MAX_REPEATS} repeats")
-        return f"(?:{_written(tokens, ignores_case)}){{{least},{'' if most is sre.MAXREPEAT else most}}}"
-    if kind is sre.NOT_LITERAL:
-        return _character_class([(sre.NEGATE, None), (sre.LITERAL, value)], ignores_case)
-    return _character_class(value if kind is sre.IN else [token], ignores_case)
+def _is_ambiguous(key: str) -> bool:
+    return "." in key and any(_matches_by_a_dot(key, ending) for ending in _path_endings(len(key)))
 
 
-def _character_class(members: Sequence[Token], ignores_case: bool) -> str:
-    if ignores_case and any(
-        kind is not sre.CATEGORY and _largest(value) > _LAST_ASCII for kind, value in members
-    ):
-        raise UnsupportedKeyError(
-            "a regular expression with letters outside ASCII whose case is ignored"
-        )
-    negated = members[0][0] is sre.NEGATE
-    found = [
-        character
-        for character in _ALPHABET
-        if negated
-        != any(
-            _has(member, spelled)
-            for member in members[negated:]
-            for spelled in ({character.lower(), character.upper()} if ignores_case else {character})
-        )
-    ]
-    return f"[{''.join(found)}]" if found else _NOTHING
+def _matches_by_a_dot(key: str, ending: str) -> bool:
+    by_a_dot = False
+    for ours, theirs in zip(key, ending, strict=True):
+        if ours == "." and theirs != ".":
+            by_a_dot = True
+        elif ours != theirs and not (theirs == _DIGIT and ours.isdigit()):
+            return False
+    return by_a_dot
 
 
-def _largest(value: tuple[int, int] | int | None) -> int:
-    return max(value, default=0) if isinstance(value, tuple) else value or 0
-
-
-def _has(member: Token, character: str) -> bool:
-    kind, value = member
-    if kind is sre.CATEGORY:
-        return character in _CATEGORIES[value]
-    if kind is sre.RANGE:
-        return bool(value[0] <= ord(character) <= value[1])
-    return kind is sre.ANY or ord(character) == value
+@lru_cache(maxsize=MAX_LITERAL)
+def _path_endings(length: int) -> tuple[str, ...]:
+    """Endings of this length of all module paths, at a dot; `#` is a digit of the layer number."""
+    endings = []
+    for path in MODULE_PATHS:
+        for head in _HEADS:
+            digits = length - len(head) - 1 - len(path)
+            if digits >= 1:
+                endings.append(f"{head}{_DIGIT * digits}.{path}")
+        endings += [path, path.rsplit(".", 1)[1]]
+    return tuple(ending for ending in endings if len(ending) == length)

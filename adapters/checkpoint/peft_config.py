@@ -6,22 +6,15 @@ Nothing in the file is run, imported or opened. The tensors, not the config, say
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from manylora.adapters.checkpoint import peft_fields
 from manylora.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
 from manylora.adapters.checkpoint.lora_fields import LoraFields
 from manylora.adapters.checkpoint.mlx_config import as_peft, is_mlx
-from manylora.adapters.checkpoint.module_patterns import (
-    InvalidKeyError,
-    Matcher,
-    ModulePatterns,
-    UnsupportedKeyError,
-    matcher,
-)
+from manylora.adapters.checkpoint.module_patterns import ModulePatterns, matcher
+from manylora.adapters.checkpoint.peft_fields import ALPHA, LORA_FIELDS, RANK, Rule, check_field
 from manylora.errors import PayloadTooLargeError
 from manylora.strict_json import (
     MAX_INT,
@@ -37,24 +30,16 @@ from manylora.strict_json import (
 MAX_CONFIG_BYTES = 64 << 10
 MAX_DEPTH = 16
 MAX_STRING_LENGTH = 4096
-MAX_PATTERN_KEYS = 1024
 MAX_REGEXES = 64
 """Largest number of keys of a pattern that are regular expressions."""
 MAX_SCALING = 64.0
 MIN_SCALING = 1e-8
 DEFAULT_ALPHA = 8
 """PEFT's default for a config without `lora_alpha`."""
-
-Number = TypeVar("Number", int, float)
-
 _AS_SAVED = "Upload the adapter_config.json that PEFT's save_pretrained wrote, unchanged."
 _SWAPPED = "Upload the weights as the weights, and PEFT's adapter_config.json as the config."
 _LENGTH_BYTES = 8
 """Bytes of the length at the start of a safetensors file, before its JSON."""
-_CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_TRANSFORMERS_MODULE = re.compile(
-    r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}"
-)
 
 
 def check_config(raw: bytes, findings: Findings) -> LoraFields | None:
@@ -74,11 +59,9 @@ def check_config(raw: bytes, findings: Findings) -> LoraFields | None:
     written = parse_config(raw)
     config = as_peft(written) if is_mlx(written) else written
     _check_peft_type(config)
-    findings.attempt(_check_task_type, config.get("task_type"))
     for name, value in config.items():
-        findings.attempt(_check_field, name, value)
-    findings.attempt(_check_initialisation, config.get("init_lora_weights", True))
-    findings.attempt(_check_auto_mapping, config.get("auto_mapping"))
+        if name not in LORA_FIELDS:
+            findings.attempt(check_field, name, value)
     fields = _lora_fields(config, findings)
     if fields and config is not written:
         fields = replace(fields, rank=None, scale=fields.alpha)
@@ -89,19 +72,21 @@ def check_config(raw: bytes, findings: Findings) -> LoraFields | None:
     return fields
 
 
-def _lora_fields(config: Mapping[str, object], findings: Findings) -> LoraFields | None:
+def _lora_fields(config: Mapping[str, Any], findings: Findings) -> LoraFields | None:
     seen = findings.seen
-    rank = None if config.get("r") is None else findings.attempt(_rank, "r", config["r"])
-    alpha = findings.attempt(_alpha, "lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA))
-    use_rslora = findings.attempt(_use_rslora, config.get("use_rslora"))
-    ranks, rank_keys = _entries(config, "rank_pattern", _rank, findings)
-    alphas, alpha_keys = _entries(config, "alpha_pattern", _alpha, findings)
-    if findings.seen > seen or alpha is None:
+    read: dict[str, Any] = {
+        name: findings.attempt(check_field, name, config[name])
+        for name in LORA_FIELDS
+        if name in config
+    }
+    ranks, rank_keys = _entries("rank_pattern", read, RANK, findings)
+    alphas, alpha_keys = _entries("alpha_pattern", read, ALPHA, findings)
+    if findings.seen > seen:
         return None
     return LoraFields(
-        rank=rank,
-        alpha=alpha,
-        use_rslora=bool(use_rslora),
+        rank=read.get("r"),
+        alpha=read.get("lora_alpha", DEFAULT_ALPHA),
+        use_rslora=bool(read.get("use_rslora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
         rank_keys=rank_keys,
@@ -110,22 +95,15 @@ def _lora_fields(config: Mapping[str, object], findings: Findings) -> LoraFields
 
 
 def _entries(
-    config: Mapping[str, object],
-    name: str,
-    read: Callable[[str, object], Number],
-    findings: Findings,
-) -> tuple[dict[str, Number], ModulePatterns]:
-    """Usable entries of a pattern, and their keys."""
-    pattern = findings.attempt(_pattern, name, config.get(name)) or {}
-    values = {
-        key: findings.attempt(read, f"{name}[{named(key)}]", value)
-        for key, value in pattern.items()
-    }
-    matchers = {key: findings.attempt(_matcher, name, key) for key in pattern}
+    name: str, read: Mapping[str, Any], rule: Rule, findings: Findings
+) -> tuple[dict[str, Any], ModulePatterns]:
+    """Check the entries of a pattern; returns them, and their keys."""
+    pattern = read.get(name) or {}
+    for key, value in pattern.items():
+        findings.attempt(rule.check, f"{name}[{named(key)}]", value)
+    matchers = {key: findings.attempt(matcher, name, key) for key in pattern}
     findings.attempt(_check_number, name, sum(each is not None for each in matchers.values()))
-    return {key: value for key, value in values.items() if value is not None}, ModulePatterns(
-        matchers
-    )
+    return pattern, ModulePatterns(matchers)
 
 
 def check_scaling(scaling: float, module: str) -> float:
@@ -141,7 +119,7 @@ def check_scaling(scaling: float, module: str) -> float:
     return scaling
 
 
-def parse_config(raw: bytes) -> dict[str, object]:
+def parse_config(raw: bytes) -> dict[str, Any]:
     """Parse the file to fields, without checking any of them.
 
     Raises:
@@ -181,155 +159,15 @@ def parse_config(raw: bytes) -> dict[str, object]:
 
 
 def _check_peft_type(config: Mapping[str, object]) -> None:
-    if peft_fields.is_model_config(config):
+    if "peft_type" not in config and not config.keys().isdisjoint({"model_type", "architectures"}):
         message = "adapter_config.json lacks peft_type: it is the config.json of a whole model."
         hint = "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights."
         refuse("config.field_missing", message, "peft_type", hint)
-    peft_type = config.get("peft_type")
-    if peft_type is None:
+    if config.get("peft_type") is None:
         message = "adapter_config.json lacks peft_type, which PEFT always writes."
         hint = "Save the adapter again with PEFT's save_pretrained, which writes peft_type."
         refuse("config.field_missing", message, "peft_type", hint)
-    if peft_type != "LORA":
-        message = f'peft_type must be "LORA", got {shown(peft_type)}.'
-        refuse_unsupported("config.peft_type_unsupported", message, "peft_type", "Retrain as LoRA.")
-
-
-def _check_task_type(value: object) -> None:
-    if value not in (None, "CAUSAL_LM"):
-        message = (
-            f'task_type must be "CAUSAL_LM" or null, got {shown(value)}: adapters here write text.'
-        )
-        hint = "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text."
-        refuse_unsupported("config.task_type_unsupported", message, "task_type", hint)
-
-
-def _check_field(name: str, value: object) -> None:
-    feature = peft_fields.FEATURES.get(name)
-    if feature is not None:
-        if not peft_fields.is_one_of(value, feature.neutral):
-            message = f"{name} is {shown(value)}: Manylora does not serve {feature.what}."
-            refuse_unsupported(
-                f"config.{feature.code}", message, name, feature.hint.format(field=name)
-            )
-    elif name in peft_fields.MODULE_LIST_FIELDS:
-        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        if not is_list and not isinstance(value, str | None):
-            _refuse_value(name, f"a string, a list of strings or null, got {shown(value)}")
-    elif name == "layers_to_transform":
-        layers = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(layer) is int for layer in layers):
-            _refuse_value(name, f"an integer, a list of them or null, got {shown(value)}")
-    elif name == "lora_dropout":
-        if type(value) not in (int, float, type(None)):
-            _refuse_value(name, f"a number, got {shown(value)}")
-    elif name not in peft_fields.READ_FIELDS and name not in peft_fields.INERT_FIELDS:
-        peft_fields.check_unknown(name, value)
-
-
-def _check_initialisation(value: object) -> None:
-    field = "init_lora_weights"
-    name = value.lower() if isinstance(value, str) else ""
-    if value is None or isinstance(value, bool) or name in peft_fields.INITIALISATIONS:
-        return
-    if name.startswith(peft_fields.BASE_CHANGING_INITIALISATIONS):
-        why = "the adapter was trained against a changed base and is wrong on the original one"
-        hint = (
-            "Convert it with PEFT: save the untrained adapter first, and after training call "
-            "save_pretrained(..., path_initial_model_for_weight_conversion=<that folder>)."
-        )
-        refuse_unsupported(
-            "config.feature_unsupported", f"{field} is {shown(value)}: {why}.", field, hint
-        )
-    if name == "loftq":
-        why = "the adapter makes up for the rounding of a quantised base and is wrong on the original one"
-        hint = "Retrain with init_lora_weights=true, or merge it into a base model of its own."
-        refuse_unsupported("config.feature_unsupported", f"{field} is 'loftq': {why}.", field, hint)
-    hint = "Set it to true if the base's weights were left as they are, and retrain if not."
-    refuse("config.value_invalid", f"{field} is {shown(value)}, which is not known.", field, hint)
-
-
-def _check_auto_mapping(value: object) -> None:
-    """Accept the class of the base, which PEFT and Unsloth write without a task type. It is never imported."""
-    if value is None:
-        return
-    if isinstance(value, dict) and value.keys() <= {
-        "base_model_class",
-        "parent_library",
-        "unsloth_fixed",
-    }:
-        class_name = value.get("base_model_class")
-        module = value.get("parent_library")
-        if (
-            isinstance(class_name, str)
-            and isinstance(module, str)
-            and isinstance(value.get("unsloth_fixed", True), bool)
-            and _CLASS_NAME.fullmatch(class_name)
-            and _TRANSFORMERS_MODULE.fullmatch(module)
-        ):
-            return
-    message = f"auto_mapping is {shown(value)}; expected null or a class of transformers."
-    refuse_unsupported(
-        "config.field_unsupported", message, "auto_mapping", "Set it to null: it is not used."
-    )
-
-
-def _rank(name: str, value: object) -> int:
-    """Read the rank. It may be larger than this server serves, or that of no module: the tensors decide."""
-    if type(value) is not int or not 0 <= value <= MAX_INT:
-        message = f"{name} must be an integer, at least 0, got {shown(value)}."
-        refuse(
-            "config.rank_invalid",
-            message,
-            name,
-            "Give the rank that was trained, as PEFT wrote it.",
-        )
-    return value
-
-
-def _alpha(name: str, value: object) -> float:
-    if (
-        type(value) not in (int, float)
-        or not isinstance(value, int | float)
-        or not 0 < value <= MAX_INT
-    ):
-        message = f"{name} must be a number above 0, got {shown(value)}."
-        refuse(
-            "config.alpha_invalid",
-            message,
-            name,
-            "Give the alpha that was trained with, as PEFT wrote it.",
-        )
-    return float(value)
-
-
-def _use_rslora(value: object) -> bool:
-    if not isinstance(value, bool | None):
-        _refuse_value("use_rslora", f"true or false, got {shown(value)}")
-    return bool(value)
-
-
-def _pattern(name: str, value: object) -> dict[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or len(value) > MAX_PATTERN_KEYS:
-        message = f"{name} must be an object of at most {MAX_PATTERN_KEYS} module paths."
-        hint = "Name modules by their endings, such as q_proj: one entry then covers all layers."
-        refuse("config.pattern_invalid", message, name, hint)
-    return value
-
-
-def _matcher(name: str, key: str) -> Matcher | None:
-    try:
-        return matcher(key)
-    except InvalidKeyError as error:
-        message = _wrong_key(name, key, error)
-        hint = "PEFT cannot load it either: correct the key."
-        refuse("config.pattern_invalid", message, named(f"{name}[{key}]"), hint)
-    except UnsupportedKeyError as error:
-        message = _wrong_key(name, key, error)
-        hint = "Name the modules in a simpler way."
-        refuse_unsupported("config.pattern_unsupported", message, named(f"{name}[{key}]"), hint)
+    check_field("peft_type", config["peft_type"])
 
 
 def _check_number(name: str, regexes: int) -> None:
@@ -337,10 +175,6 @@ def _check_number(name: str, regexes: int) -> None:
         message = f"{name} has {regexes} regular expressions; at most {MAX_REGEXES} are read, beside plain paths."
         hint = "Name modules by their paths or the ends of these."
         refuse_unsupported("config.pattern_unsupported", message, name, hint)
-
-
-def _wrong_key(name: str, key: str, error: ValueError) -> str:
-    return f"{name} has the key {shown(key)}; it is {error}."
 
 
 def _check_values(field: str, *values: object) -> None:

@@ -1,8 +1,7 @@
 """Place of each row group of an adapter inside the adapter's pages.
 
 Row groups (8 rank rows of one layer, module and part) are placed first-fit decreasing, so the plan follows from the
-ranks, the base's shape and the page size alone. Page images in the host cache depend on it: a change of the order
-raises `LAYOUT_VERSION`. Knows neither weights nor the arena pages of an adapter.
+ranks, the base's shape and the page size alone. Knows neither weights nor the arena pages of an adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from manylora.adapters.base_shape import BaseShape
 from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 from manylora.memory.geometry import PageGeometry
 
-LAYOUT_VERSION = 1
 ENTRY_BYTES = 4
 """Bytes of an entry in the tables of slots, an int32 or a float32."""
 PART_A = 0
@@ -28,36 +26,44 @@ PART_B = 1
 """Part with the rows of `lora_bt` [rank, out], the rank-major B."""
 
 
-class RowGroup(NamedTuple):
-    """Eight rank rows of one (layer, module, part), and their place."""
+class RowRun(NamedTuple):
+    """Row groups of one (layer, module, part) that follow each other in a page."""
 
     layer: int
     module: int
     """Index into `BaseShape.modules`."""
     part: int
     """`PART_A` or `PART_B`."""
-    group: int
-    """Index of the group: it has the rank rows `8 * group` to `8 * group + 7`."""
+    first_group: int
+    """Index of its first group, which has the rank rows from `8 * first_group` on."""
+    num_groups: int
     page: int
     """Index among the adapter's own pages."""
     offset_units: int
     """Start inside the page, in units of `PITCH_BYTES`."""
+    group_units: int
+    """Size of each group, in the same units."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLayout:
     """The plan of one adapter."""
 
-    version: int
     num_pages: int
-    groups: tuple[RowGroup, ...]
-    """Row groups, ordered by layer, module, part, group."""
-    columns: npt.NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    """Fields of the groups, int64 [6, groups]. Loader threads make them with the plan, to spare the engine's thread."""
+    runs: tuple[RowRun, ...]
+    """Runs, ordered by layer, module, part, group."""
+    groups: npt.NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    """Layer, module, part, index, page and offset of each group, int64 [6, groups]. Loader threads make them with the
+    plan, to spare the engine's thread."""
 
     def __post_init__(self) -> None:
-        columns = np.array(self.groups, dtype=np.int64).reshape(-1, len(RowGroup._fields)).T
-        object.__setattr__(self, "columns", np.ascontiguousarray(columns))
+        runs = np.array(self.runs, dtype=np.int64).reshape(-1, len(RowRun._fields)).T
+        counts = runs[4]
+        groups = np.repeat(runs[[0, 1, 2, 3, 5, 6]], counts, axis=1)
+        place = np.arange(groups.shape[1]) - np.repeat(counts.cumsum() - counts, counts)
+        groups[3] += place
+        groups[5] += place * np.repeat(runs[7], counts)
+        object.__setattr__(self, "groups", groups)
 
 
 def plan_layout(
@@ -101,24 +107,28 @@ def _plan(
             raise ValueError(f"no row groups for layer {layer}, module {module}, rank {rank}")
         shape = base.modules[module]
         for part, features in ((PART_A, shape.in_features), (PART_B, shape.out_features)):
-            units = _group_units(features, geometry)
-            groups = by_size.setdefault(units, [])
-            groups.extend((layer, module, part, group) for group in range(-(-rank // GROUP_ROWS)))
+            matrices = by_size.setdefault(_group_units(features, geometry), [])
+            matrices.append((layer, module, part, -(-rank // GROUP_ROWS)))
 
     free_units: list[int] = []
-    placed: list[RowGroup] = []
+    runs: list[RowRun] = []
     page_units = geometry.page_bytes // PITCH_BYTES
     for units in sorted(by_size, reverse=True):
         page = 0
-        for key in by_size[units]:
-            # A page without room for a group has none for later groups of that size, so the search never goes back.
-            while page < len(free_units) and free_units[page] < units:
-                page += 1
-            if page == len(free_units):
-                free_units.append(page_units)
-            placed.append(RowGroup(*key, page, page_units - free_units[page]))
-            free_units[page] -= units
-    return LoraLayout(LAYOUT_VERSION, len(free_units), tuple(sorted(placed)))
+        for layer, module, part, num_groups in by_size[units]:
+            group = 0
+            while group < num_groups:
+                # A page without room for a group has none for later groups of that size, so the search never goes back.
+                while page < len(free_units) and free_units[page] < units:
+                    page += 1
+                if page == len(free_units):
+                    free_units.append(page_units)
+                count = min(num_groups - group, free_units[page] // units)
+                offset = page_units - free_units[page]
+                runs.append(RowRun(layer, module, part, group, count, page, offset, units))
+                free_units[page] -= count * units
+                group += count
+    return LoraLayout(len(free_units), tuple(sorted(runs)))
 
 
 def _group_units(features: int, geometry: PageGeometry) -> int:

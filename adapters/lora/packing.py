@@ -20,7 +20,7 @@ import torch
 
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.checkpoint.reader import Checkpoint, LoraTensor
-from manylora.adapters.lora.layout import PART_A, PART_B, LoraLayout
+from manylora.adapters.lora.layout import PART_A, PART_B, LoraLayout, RowRun
 from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 from manylora.memory.geometry import PageGeometry
 
@@ -54,7 +54,9 @@ class Packing:
         self.checkpoint = checkpoint
         self.layout = layout
         self._item_bytes = geometry.dtype_bytes
-        runs = group_runs(layout, base, geometry)
+        runs: dict[tuple[int, int, int], list[RowRun]] = defaultdict(list)
+        for run in layout.runs:
+            runs[run.layer, run.module, run.part].append(run)
         tensors = sorted(checkpoint.tensors, key=lambda tensor: tensor.entry.start)
         self._reads = [self._read(group, runs, base) for group in _together(tensors)]
 
@@ -99,7 +101,7 @@ class Packing:
     def _read(
         self,
         tensors: Sequence[LoraTensor],
-        runs: Mapping[tuple[int, int, int], Sequence[_Run]],
+        runs: Mapping[tuple[int, int, int], Sequence[RowRun]],
         base: BaseShape,
     ) -> _Read:
         start = tensors[0].entry.start
@@ -109,6 +111,7 @@ class Packing:
             part = PART_A if name.place.part == "a" else PART_B
             module = base.modules[name.place.module]
             features = module.in_features if part == PART_A else module.out_features
+            rank = entry.shape[name.rank_axis]
             first = (entry.start - start) // dtype.itemsize * self._item_bytes
             strides = (entry.shape[1] * self._item_bytes, self._item_bytes)
             rank_stride, feature_stride = strides[:: -1 if name.rank_axis else 1]
@@ -118,10 +121,10 @@ class Packing:
                     start=run.offset_units * PITCH_BYTES,
                     pitch=row_pitch_bytes(features, self._item_bytes),
                     shape=(
-                        min(run.num_rows, entry.shape[name.rank_axis] - run.first_row),
+                        min(run.num_groups * GROUP_ROWS, rank - run.first_group * GROUP_ROWS),
                         features,
                     ),
-                    source_start=first + run.first_row * rank_stride,
+                    source_start=first + run.first_group * GROUP_ROWS * rank_stride,
                     source_strides=(rank_stride, feature_stride),
                 )
                 for run in runs[name.place.layer, name.place.module, part]
@@ -152,15 +155,6 @@ class _Read(NamedTuple):
     moves: tuple[_Move, ...]
 
 
-class _Run(NamedTuple):
-    """Rank rows of one (layer, module, part) whose groups are adjacent in a page."""
-
-    first_row: int
-    num_rows: int
-    page: int
-    offset_units: int
-
-
 def _together(tensors: Sequence[LoraTensor]) -> Iterator[Sequence[LoraTensor]]:
     """Group tensors in the file's order: one dtype and at most `READ_BYTES` per group, or one larger tensor alone."""
     for _, same in groupby(tensors, lambda tensor: tensor.entry.dtype):
@@ -171,28 +165,3 @@ def _together(tensors: Sequence[LoraTensor]) -> Iterator[Sequence[LoraTensor]]:
                 group = []
             group.append(tensor)
         yield group
-
-
-def group_runs(
-    layout: LoraLayout, base: BaseShape, geometry: PageGeometry
-) -> Mapping[tuple[int, int, int], Sequence[_Run]]:
-    """Join the groups of a layout to as few runs as possible."""
-    runs: dict[tuple[int, int, int], list[_Run]] = defaultdict(list)
-    for layer, module, part, group, page, units in layout.groups:
-        features = (
-            base.modules[module].in_features
-            if part == PART_A
-            else base.modules[module].out_features
-        )
-        group_units = GROUP_ROWS * row_pitch_bytes(features, geometry.dtype_bytes) // PITCH_BYTES
-        own = runs[layer, module, part]
-        last = own[-1] if own else None
-        if (
-            last
-            and last.page == page
-            and last.offset_units + last.num_rows // GROUP_ROWS * group_units == units
-        ):
-            own[-1] = last._replace(num_rows=last.num_rows + GROUP_ROWS)
-        else:
-            own.append(_Run(group * GROUP_ROWS, GROUP_ROWS, page, units))
-    return runs

@@ -92,8 +92,8 @@ class AdapterTables:
         for (layer, module), rank in ranks.items():
             self.host_ranks[slot, layer, module] = -(-rank // GROUP_ROWS) * GROUP_ROWS
             self.host_scalings[slot, layer, module] = scalings[layer, module]
-        if layout.groups:
-            layer_column, module_column, part, group, page, units = layout.columns
+        if layout.runs:
+            layer_column, module_column, part, group, page, units = layout.groups
             starts = (
                 np.asarray(pages, dtype=np.int64)[page] * (self.geometry.page_bytes // PITCH_BYTES)
                 + units

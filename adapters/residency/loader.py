@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -78,9 +77,10 @@ class AdapterLoader:
             )  # a store that keeps copies has dropped a corrupt copy by now
 
     def _load(self, ref: AdapterRef, pause: Callable[[], None]) -> HostImage:
+        blobs = self.memory if ref.weights_sha256 in self.memory else self.blobs
         slab_pages: Sequence[int] | None = None
         try:
-            with self._open(ref.weights_sha256, pause) as blob:
+            with blobs.open(ref.weights_sha256, pause) as blob:
                 header = self._header(blob)
                 try:
                     packing = self._planned(json.dumps(ref.config.canonical()), header, blob.size)
@@ -100,15 +100,6 @@ class AdapterLoader:
             pages=pages,
             slab_pages=slab_pages or (),
         )
-
-    @contextmanager
-    def _open(self, sha256: str, pause: Callable[[], None]) -> Iterator[BlobReader]:
-        with self.memory.open(sha256, pause) as blob:
-            if blob is not None:
-                yield blob
-                return
-        with self.blobs.open(sha256, pause) as stored:
-            yield stored
 
     def _header(self, blob: BlobReader) -> bytes:
         header = bytearray(min(LENGTH_BYTES, blob.size))

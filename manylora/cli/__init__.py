@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -47,6 +47,23 @@ def version() -> None:
     typer.echo(f"manylora {manylora.__version__}")
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+def _root(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Options of `manylora` itself."""
+
+
 def make_app() -> typer.Typer:
     """Make the app with all commands."""
     from manylora.benchmarks.command import app as bench
@@ -67,6 +84,7 @@ def make_app() -> typer.Typer:
             app.add_typer(module.app, name=name)
         else:
             app.command(name)(getattr(module, name))
+    app.callback()(_root)
     app.command()(whoami)
     app.command()(version)
     app.add_typer(bench, name="bench")

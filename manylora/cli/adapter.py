@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from manylora.cli.options import JSON, KEY, TENANT, URL, connect, fail, fail_with, refuse
+from manylora.cli.options import JSON, ServerCall, fail, fail_with, refuse, tenant_command
 from manylora.cli.table import show, value_text
 from manylora.errors import AdapterError, ClientError, Finding, PayloadTooLargeError
 
@@ -93,7 +93,9 @@ def validate(
 
 
 @app.command()
+@tenant_command
 def push(  # noqa: PLR0913 - one parameter per option
+    call: ServerCall,
     folder: Folder,
     name: Annotated[
         str | None, typer.Option(help="The adapter's name; the folder's by default.")
@@ -109,45 +111,20 @@ def push(  # noqa: PLR0913 - one parameter per option
     ttl: Annotated[
         int | None, typer.Option(help="Seconds after which an ephemeral version is withdrawn.")
     ] = None,
-    tenant: TENANT = None,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
 ) -> None:
     """Upload an adapter, or its next version. A broken upload is continued, also by a later call."""
     import sys
 
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TransferSpeedColumn,
-    )
-
-    from manylora.registry.names import is_name
+    from rich.progress import Progress, TaskID
 
     name = name or folder.resolve().name
-    if not is_name(name):
-        fail(
-            f"{name!r} names no adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name."
-        )
     if not ephemeral and (keep is not None or ttl is not None):
         fail("--keep and --ttl are for --ephemeral.")
     if ephemeral and description is not None:
         fail("An ephemeral version takes no --description.")
     bars: dict[Path, TaskID] = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(
-        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty()
-    ) as progress:
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
 
         def draw(file: Path, sent: int, size: int) -> None:
             if file not in bars:
@@ -155,116 +132,101 @@ def push(  # noqa: PLR0913 - one parameter per option
             progress.update(bars[file], completed=sent)
 
         try:
-            client = connect(url, key, tenant)
             if ephemeral:
-                body = client.push_ephemeral(name, folder, keep=keep, ttl_s=ttl, activate=activate)
+                body = call.client.push_ephemeral(
+                    name, folder, keep=keep, ttl_s=ttl, activate=activate
+                )
             else:
-                body = client.push(
+                body = call.client.push(
                     folder, name, description=description, activate=activate, progress=draw
                 )
         except ClientError as error:
             progress.stop()
-            fail_with(error, as_json)
-    show(body, as_json, COLUMNS)
-    if not as_json:
+            fail_with(error, call.as_json)
+    call.show(body, COLUMNS)
+    if not call.as_json:
         _tell_pushed(body)
 
 
 @app.command("ls")
-def list_adapters(
-    tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
-) -> None:
+@tenant_command
+def list_adapters(call: ServerCall) -> None:
     """List adapters; with the admin key and without --tenant, those of all tenants."""
-    show(connect(url, key, tenant).list_adapters(), as_json, COLUMNS)
+    call.show(call.client.list_adapters(), COLUMNS)
 
 
 @app.command("show")
-def show_adapter(
-    name: str, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
-) -> None:
+@tenant_command
+def show_adapter(call: ServerCall, name: str) -> None:
     """Show an adapter, the tenants that may call it, and its versions."""
-    client = connect(url, key, tenant)
     name = _own_name(name)
-    body = client.get_adapter(name)
-    versions = client.list_versions(name)
-    grants = client.list_grants(name)
-    if as_json:
-        show({**body, "versions": versions, "grants": grants}, True, ())
+    body = call.client.get_adapter(name)
+    versions = call.client.list_versions(name)
+    grants = call.client.list_grants(name)
+    if call.as_json:
+        call.show({**body, "versions": versions, "grants": grants}, ())
         return
     body["granted_to"] = [
         grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants
     ]
-    show(body, False, (*COLUMNS, "pinned_copies", "description", "granted_to"))
+    call.show(body, (*COLUMNS, "pinned_copies", "description", "granted_to"))
     _tell(body.get("report") or {})
     typer.echo("")
-    show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
+    call.show(versions, ("version", "digest", "rank", "size_bytes", "created_at"))
 
 
 @app.command("alias")
-def set_aliases(
-    name: str,
-    aliases: Meanings,
-    tenant: TENANT = None,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
-) -> None:
+@tenant_command
+def set_aliases(call: ServerCall, name: str, aliases: Meanings) -> None:
     """Set the version of an alias. The name without @ means `default`, so default=1 rolls back to version 1."""
     meanings = dict(_alias(text) for text in aliases)
-    show(
-        connect(url, key, tenant).update_adapter(_own_name(name), aliases=meanings),
-        as_json,
-        COLUMNS,
-    )
+    call.show(call.client.update_adapter(_own_name(name), aliases=meanings), COLUMNS)
 
 
 @app.command()
+@tenant_command
 def grant(
+    call: ServerCall,
     name: str,
     grantee: Annotated[
         str, typer.Argument(help="Id of the other tenant; admins may give its name.")
     ],
     version: OnlyVersion = None,
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")] = False,
-    tenant: TENANT = None,
-    url: URL = None,
-    key: KEY = None,
 ) -> None:
     """Let another tenant call an adapter as `tenant/name`, or withdraw that."""
-    client = connect(url, key, tenant)
     name = _own_name(name)
     if withdraw:
-        client.withdraw_grant(name, grantee, version)
-        typer.echo(f"{grantee} may no longer call {name}")
+        call.client.withdraw_grant(name, grantee, version)
+        call.tell(f"{grantee} may no longer call {name}")
         return
-    made = client.grant(name, grantee, version)
-    typer.echo(f"{made['tenant']} may call {name}" + (f"@{version}" if version else ""))
+    made = call.client.grant(name, grantee, version)
+    call.tell(f"{made['tenant']} may call {name}" + (f"@{version}" if version else ""), made)
 
 
 @app.command("rm")
-def remove(
-    name: str, version: OnlyVersion = None, tenant: TENANT = None, url: URL = None, key: KEY = None
-) -> None:
+@tenant_command
+def remove(call: ServerCall, name: str, version: OnlyVersion = None) -> None:
     """Delete an adapter, or one version of it."""
-    connect(url, key, tenant).delete_adapter(_own_name(name), version)
-    typer.echo(f"deleted {name}" if version is None else f"deleted {name}@{version}")
+    call.client.delete_adapter(_own_name(name), version)
+    call.tell(f"deleted {name}" if version is None else f"deleted {name}@{version}")
 
 
 @app.command()
-def pin(
-    name: str, copies: Copies = 1, tenant: TENANT = None, url: URL = None, key: KEY = None
-) -> None:
+@tenant_command
+def pin(call: ServerCall, name: str, copies: Copies = 1) -> None:
     """Bring an adapter to the device and keep it there."""
     wanted = {"pinned_copies": copies} if copies != 1 else {}
-    connect(url, key, tenant).update_adapter(_own_name(name), pinned=True, **wanted)
-    typer.echo(f"pinned {name}")
+    body = call.client.update_adapter(_own_name(name), pinned=True, **wanted)
+    call.tell(f"pinned {name}", body)
 
 
 @app.command()
-def unpin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
+@tenant_command
+def unpin(call: ServerCall, name: str) -> None:
     """Let an adapter be evicted again."""
-    connect(url, key, tenant).update_adapter(_own_name(name), pinned=False)
-    typer.echo(f"unpinned {name}")
+    body = call.client.update_adapter(_own_name(name), pinned=False)
+    call.tell(f"unpinned {name}", body)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from manylora.cli.options import JSON, KEY, URL, connect, fail
-from manylora.cli.table import show
 
 DataDir = Annotated[
     Path,
@@ -23,13 +22,10 @@ def dashboard(
     as_json: JSON = False,
 ) -> None:
     """Print a link that opens the dashboard with the rights of the key. It works once, within ten minutes."""
-    client = connect(url, key or _admin_key(data_dir))
-    made = client.request("POST", "/v1/session/links")
-    address = f"{client.url}/#link={made['link']}"
-    if as_json:
-        show({"url": address, "expires_at": made["expires_at"]}, True, ())
-    else:
-        typer.echo(address)
+    call = connect(None, url, key or _admin_key(data_dir), as_json)
+    made = call.client.request("POST", "/v1/session/links")
+    address = f"{call.client.url}/#link={made['link']}"
+    call.tell(address, {"url": address, "expires_at": made["expires_at"]})
 
 
 def _admin_key(data_dir: Path) -> str:

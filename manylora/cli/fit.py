@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from manylora.cli.adapter import refusals
+from manylora.cli.config import GivenSettings, settings_command
 from manylora.cli.options import JSON, fail
-from manylora.cli.serve import Config, Device, Dtype, Model, Setting, Weights, settings_of
-from manylora.cli.table import print_table
+from manylora.cli.table import print_table, show
 from manylora.kernels.weight_format import number_format
 
 if TYPE_CHECKING:
@@ -25,12 +24,21 @@ Targets = Annotated[
 ]
 
 
-def fit(  # noqa: PLR0913 - one parameter per option
+@settings_command(
+    model="model.path",
+    device="model.device",
+    dtype="model.dtype",
+    weights="model.weights",
+    memory_gib="memory.gib",
+    max_model_len="model.max_model_len",
+    max_rank="adapter.max_rank",
+)
+def fit(
+    given: GivenSettings,
     adapters: Annotated[
         list[Path] | None,
         typer.Argument(metavar="ADAPTER", help="Folders of PEFT adapters.", show_default=False),
     ] = None,
-    model: Model = None,
     ranks: Annotated[
         list[int] | None,
         typer.Option(
@@ -39,20 +47,10 @@ def fit(  # noqa: PLR0913 - one parameter per option
     ] = None,
     count: Annotated[int, typer.Option(help="How many adapters of each --rank.")] = 1,
     targets: Targets = "all",
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
     free_gib: Annotated[
         float | None,
         typer.Option(help="Plan for a device with this many GiB free, instead of this machine."),
     ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus output in tokens.")
-    ] = None,
-    max_rank: Annotated[int | None, typer.Option(help="Largest rank served. [default: 64]")] = None,
-    config: Config = None,
-    settings: Setting = None,
     as_json: JSON = False,
 ) -> None:
     """Plan memory before you serve: do these adapters fit on the device at once, and how much KV cache is left?
@@ -69,13 +67,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     if not 1 <= count <= MAX_PLANNED:
         fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.")
     modules = _modules(targets)
-    formats: dict[str, object] = {"device": device, "dtype": dtype, "weights": weights}
-    options: dict[str, dict[str, object]] = {
-        "model": {"path": model, **formats, "max_model_len": max_model_len},
-        "memory": {"gib": memory_gib},
-        "adapter": {"max_rank": max_rank},
-    }
-    planned = plan_capacity(settings_of(options, settings, config), free_gib)
+    planned = plan_capacity(given.load(), free_gib)
     items = [_on_disk(path, planned, as_json) for path in adapters or []]
     items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
     found = find_fit(items, planned.capacity)
@@ -125,14 +117,9 @@ def _show(found: AdapterFitView, planned: PlannedCapacity, as_json: bool) -> Non
             **found.model_dump(),
             "requests_left": planned.capacity.requests(found.pages.left),
             "advice": advice,
+            "max_model_len": planned.capacity.max_model_len,
         }
-        typer.echo(
-            json.dumps(
-                {**body, "max_model_len": planned.capacity.max_model_len},
-                indent=2,
-                ensure_ascii=False,
-            )
-        )
+        show(body, True, ())
         return
     page_bytes = planned.capacity.geometry.page_bytes
     memory = planned.memory

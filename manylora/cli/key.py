@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated
 
 import typer
 
-from manylora.cli.options import JSON, KEY, LIMIT, TENANT, URL, connect, fail, limits_of
-from manylora.cli.table import print_table, show
+from manylora.cli.options import (
+    LIMIT,
+    ServerCall,
+    admin_command,
+    limits_of,
+    tenant_command,
+)
+from manylora.cli.table import print_table
 
 COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "created_at")
 Scopes = Annotated[
@@ -25,69 +30,66 @@ app = typer.Typer(
 
 
 @app.command()
-def create(  # noqa: PLR0913 - one parameter per option
+@admin_command
+def create(
+    call: ServerCall,
     tenant: str,
     name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
     scope: Scopes = None,
     expires_at: Expiry = None,
     limit: LIMIT = None,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
 ) -> None:
     """Create a key and print its secret, which is never shown again."""
-    if expires_at is not None and not _is_moment(expires_at):
-        fail(
-            f"--expires-at takes a time with its offset from UTC, as 2027-01-01T00:00:00Z; got {expires_at!r}."
-        )
     fields = {
         "name": name,
         "scopes": scope or None,
         "expires_at": expires_at,
         "limits": limits_of(limit or ()),
     }
-    made = connect(url, key).create_key(tenant, **fields)
-    show(made, as_json, (*COLUMNS[:3], "scopes", "limits", "expires_at", "key"))
+    made = call.client.create_key(tenant, **fields)
+    call.show(made, (*COLUMNS[:3], "scopes", "limits", "expires_at", "key"))
 
 
 @app.command("ls")
-def list_keys(tenant: str, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+@admin_command
+def list_keys(call: ServerCall, tenant: str) -> None:
     """List a tenant's keys."""
-    show(connect(url, key).list_keys(tenant), as_json, COLUMNS)
+    call.show(call.client.list_keys(tenant), COLUMNS)
 
 
 @app.command()
-def rotate(
-    key_id: str, grace_s: Grace = 0, url: URL = None, key: KEY = None, as_json: JSON = False
-) -> None:
+@admin_command
+def rotate(call: ServerCall, key_id: str, grace_s: Grace = 0) -> None:
     """Replace a key by a new one with the same rights, and print its secret, which is never shown again."""
-    made = connect(url, key).rotate_key(key_id, grace_s)
-    show(made, as_json, (*COLUMNS[:3], "scopes", "expires_at", "key"))
+    made = call.client.rotate_key(key_id, grace_s)
+    call.show(made, (*COLUMNS[:3], "scopes", "expires_at", "key"))
 
 
 @app.command()
-def revoke(key_id: str, url: URL = None, key: KEY = None) -> None:
+@admin_command
+def revoke(call: ServerCall, key_id: str) -> None:
     """Make a key invalid at once."""
-    connect(url, key).revoke_key(key_id)
-    typer.echo(f"revoked {key_id}")
+    call.client.revoke_key(key_id)
+    call.tell(f"revoked {key_id}")
 
 
-def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+@tenant_command
+def whoami(call: ServerCall) -> None:
     """Show the tenant and the rights of the key, its limits, and their use."""
-    me = connect(url, key, tenant).me()
-    if as_json:
-        show(me, True, ())
+    me = call.client.me()
+    if call.as_json:
+        call.show(me, ())
         return
     own = me.get("key") or {}
     owner = me.get("tenant") or {}
     facts = {
+        **own,
         "role": me.get("role"),
         "tenant": owner.get("name"),
         "tenant_id": owner.get("id"),
         "key": own.get("id"),
     }
-    facts |= {name: own.get(name) for name in ("name", "scopes", "expires_at")}
-    show(facts, False, list(facts))
+    call.show(facts, ("role", "tenant", "tenant_id", "key", "name", "scopes", "expires_at"))
     rows = [
         (holder, name, str(used), str(me["limits"][holder].get(name, "-")))
         for holder, counts in me.get("used", {}).items()
@@ -96,10 +98,3 @@ def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSO
     if rows:
         typer.echo("")
         print_table([("LIMIT OF", "LIMIT", "USED", "ALLOWED"), *rows], ("USED", "ALLOWED"))
-
-
-def _is_moment(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from manylora.cli.table import show
 from manylora.errors import AdapterError, ClientError, ConfigError, ManyloraError
 
 if TYPE_CHECKING:
@@ -57,15 +62,75 @@ WORDS = {
     "Push again": "Run the command again",
 }
 """Words of the API and its client, with those of the command line."""
-FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter"})
+FILTERS = frozenset(
+    {"start", "end", "bucket", "tz", "top", "status", "adapter", "expires_at", "name"}
+)
 """Fields of the API that are options with the same name."""
 
 
-def connect(url: str | None, key: str | None, tenant: str | None = None) -> Client:
-    """Make the client of a server."""
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """A command's call of a server, made from the options that all such commands have."""
+
+    client: Client
+    as_json: bool
+
+    def show(
+        self, body: Mapping[str, Any] | Sequence[Mapping[str, Any]], columns: Sequence[str]
+    ) -> None:
+        """Print a body as JSON, or these columns of it."""
+        show(body, self.as_json, columns)
+
+    def tell(self, text: str, body: Mapping[str, Any] | None = None) -> None:
+        """Print what was done, or the server's answer as JSON."""
+        if self.as_json:
+            show(body or {}, True, ())
+        else:
+            typer.echo(text)
+
+
+def connect(
+    tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
+) -> ServerCall:
+    """Make the call of a server from the options of a command."""
     from manylora.client import Client
 
-    return Client(url, key, tenant)
+    return ServerCall(Client(url, key, tenant), as_json)
+
+
+def with_options(
+    command: Callable[..., None], added: Sequence[inspect.Parameter], make: Callable[..., object]
+) -> Callable[..., None]:
+    """Give a command further options, from which its first argument is made.
+
+    Args:
+        command: Its other parameters are options and arguments of its own.
+        added: Parameters of the further options.
+        make: Makes the first argument from them.
+    """
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own, *added)]
+
+    @wraps(command)
+    def run(**given: Any) -> None:  # noqa: ANN401 - as typer read them
+        options = {each.name: given.pop(each.name) for each in added}
+        command(make(**options), **given)
+
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def tenant_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `connect`; its first argument is the call that they make."""
+    shared = inspect.signature(connect, eval_str=True).parameters
+    return with_options(command, [*shared.values()], connect)
+
+
+def admin_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `connect` but `--tenant`; its first argument is the call that they make."""
+    shared = inspect.signature(connect, eval_str=True).parameters
+    return with_options(command, [*shared.values()][1:], connect)
 
 
 def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
@@ -85,7 +150,7 @@ def fail_with(error: ManyloraError, as_json: bool = False) -> NoReturn:
         reason = reason.replace(word, own)
         error.hint = error.hint.replace(word, own)
     if error.param in FILTERS:
-        reason = reason.replace(error.param, f"--{error.param}", 1)
+        reason = reason.replace(error.param, f"--{error.param.replace('_', '-')}", 1)
     is_input = (
         error.code not in NO_ANSWER if error.status is None else error.status in INPUT_STATUSES
     )
@@ -120,14 +185,11 @@ def limits_of(words: Sequence[str]) -> dict[str, int | None]:
     """Read limits given as `name=value`; `none` removes a limit. Other words end the command."""
     limits: dict[str, int | None] = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        if not name or not equals:
+        found = re.fullmatch(r"(\w+)=(\d+|none)", word, re.ASCII)
+        if found is None:
             fail(
-                f"a limit is written NAME=NUMBER or NAME=none, as requests_per_minute=60; got {word!r}."
+                "a limit is written NAME=NUMBER, with a whole number from 0 as in requests_per_minute=60, or NAME=none "
+                f"for no limit; got {word!r}."
             )
-        if value != "none" and not (value.isascii() and value.isdigit()):
-            fail(
-                f"the limit {name} must be a whole number, 0 or more, or none for no limit; got {value!r}."
-            )
-        limits[name] = None if value == "none" else int(value)
+        limits[found[1]] = None if found[2] == "none" else int(found[2])
     return limits

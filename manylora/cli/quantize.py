@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from manylora.cli.options import JSON
-from manylora.cli.table import print_table
+from manylora.cli.table import print_table, show
 
 Model = Annotated[str, typer.Option(help="Base model in floats: folder or hub id.")]
 Format = Annotated[str, typer.Option("--format", help="int8, int4 or q3.5.")]
@@ -28,11 +27,8 @@ def quantize(model: Model, target: Format, output: Output, as_json: JSON = False
     errors = quantise(resolve_model(model), output, cast(TargetFormat, target))
     mean = {path: sum(layers) / len(layers) for path, layers in errors.items()}
     if as_json:
-        typer.echo(
-            json.dumps(
-                {"format": target, "output": str(output), "errors": errors, "mean": mean}, indent=2
-            )
-        )
+        body = {"format": target, "output": str(output), "errors": errors, "mean": mean}
+        show(body, True, ())
         return
     names = [path.rpartition(".")[2].removesuffix("_proj").upper() for path in errors]
     rows = [

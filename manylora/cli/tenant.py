@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from manylora.cli.options import JSON, KEY, LIMIT, URL, connect, limits_of
-from manylora.cli.table import show
+from manylora.cli.options import LIMIT, ServerCall, admin_command, limits_of
 
 COLUMNS = ("name", "id", "limits", "weight", "created_at")
 WEIGHT = Annotated[
@@ -27,48 +26,43 @@ app = typer.Typer(
 
 
 @app.command()
-def create(
-    name: str,
-    limit: LIMIT = None,
-    weight: WEIGHT = None,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
-) -> None:
+@admin_command
+def create(call: ServerCall, name: str, limit: LIMIT = None, weight: WEIGHT = None) -> None:
     """Create a tenant. A limit that is not given has the server's default; NAME=none is no limit."""
-    show(connect(url, key).create_tenant(name, limits_of(limit or ()), weight), as_json, COLUMNS)
+    call.show(call.client.create_tenant(name, limits_of(limit or ()), weight), COLUMNS)
 
 
 @app.command("limit")
-def limit_tenant(
-    name: str, limits: LIMITS, url: URL = None, key: KEY = None, as_json: JSON = False
-) -> None:
+@admin_command
+def limit_tenant(call: ServerCall, name: str, limits: LIMITS) -> None:
     """Set some of a tenant's limits, in force at once. The others stay."""
-    show(connect(url, key).set_limits(name, limits_of(limits)), as_json, COLUMNS)
+    call.show(call.client.set_limits(name, limits_of(limits)), COLUMNS)
 
 
 @app.command("weight")
-def weigh_tenant(
-    name: str, weight: NEW_WEIGHT, url: URL = None, key: KEY = None, as_json: JSON = False
-) -> None:
+@admin_command
+def weigh_tenant(call: ServerCall, name: str, weight: NEW_WEIGHT) -> None:
     """Set a tenant's weight, in force at once. A tenant with weight 3 gets three times as much as one with 1."""
-    show(connect(url, key).update_tenant(name, weight=weight), as_json, COLUMNS)
+    call.show(call.client.update_tenant(name, weight=weight), COLUMNS)
 
 
 @app.command("ls")
-def list_tenants(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+@admin_command
+def list_tenants(call: ServerCall) -> None:
     """List tenants."""
-    show(connect(url, key).list_tenants(), as_json, COLUMNS)
+    call.show(call.client.list_tenants(), COLUMNS)
 
 
 @app.command("show")
-def show_tenant(name: str, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+@admin_command
+def show_tenant(call: ServerCall, name: str) -> None:
     """Show one tenant."""
-    show(connect(url, key).get_tenant(name), as_json, COLUMNS)
+    call.show(call.client.get_tenant(name), COLUMNS)
 
 
 @app.command("rm")
-def remove(name: str, url: URL = None, key: KEY = None) -> None:
+@admin_command
+def remove(call: ServerCall, name: str) -> None:
     """Delete a tenant with its keys and adapters. Its usage stays."""
-    connect(url, key).delete_tenant(name)
-    typer.echo(f"deleted {name}")
+    call.client.delete_tenant(name)
+    call.tell(f"deleted {name}")

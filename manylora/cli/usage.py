@@ -9,8 +9,7 @@ from zoneinfo import ZoneInfo
 
 import typer
 
-from manylora.cli.options import JSON, KEY, TENANT, URL, connect
-from manylora.cli.table import show
+from manylora.cli.options import ServerCall, tenant_command
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
@@ -47,7 +46,9 @@ Adapters = Annotated[
 ]
 
 
+@tenant_command
 def usage(  # noqa: PLR0913 - one parameter per option
+    call: ServerCall,
     by: By = "tenant,adapter",
     bucket: Annotated[
         str | None, typer.Option(help="A row for each minute, hour or day: 1m, 1h or 1d.")
@@ -73,13 +74,8 @@ def usage(  # noqa: PLR0913 - one parameter per option
         ),
     ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
-    tenant: TENANT = None,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
 ) -> None:
     """Sum up requests and tokens by tenant, adapter and other columns."""
-    client = connect(url, key, tenant)
     filters: dict[str, Any] = {
         "events": events,
         "start": start,
@@ -90,25 +86,24 @@ def usage(  # noqa: PLR0913 - one parameter per option
     if not events:
         filters |= {"group_by": by, "bucket": bucket, "tz": tz, "top": top}
     if as_csv:
-        for page in client.usage_csv(**filters):
+        for page in call.client.usage_csv(**filters):
             typer.echo(page, nl=False)
         return
-    body = client.usage(**filters)
+    body = call.client.usage(**filters)
     if events:
-        show(body, as_json, EVENT)
+        call.show(body, EVENT)
         return
     groups = [
         name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")
     ]
-    if not as_json:
+    if not call.as_json:
         body["data"] = [_readable(row, groups, tz) for row in body["data"]]
     sums = [*SUMS, *(("cost",) if "currency" in body else ())]
-    show(
+    call.show(
         body,
-        as_json,
         [*(("start",) if bucket else ()), *groups, *(("other",) if top else ()), *sums],
     )
-    if not as_json:
+    if not call.as_json:
         totals = "  ".join(f"{name} {body['totals'][name]}" for name in sums)
         typer.echo(f"total {totals} {body.get('currency', '')}".rstrip())
 

@@ -14,7 +14,6 @@ import time
 import weakref
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,9 +28,6 @@ from manylora.errors import ClientError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
-CONNECT_S = 10.0
-SILENCE_S = 20.0
-"""Seconds without a byte after which a stream of events is dead. Comments come every few seconds."""
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Seconds before each try to send a file."""
 USAGE = ("/v1/usage", "/v1/usage/events")
@@ -141,28 +137,6 @@ class Client:
     def state(self, server: str | None = None) -> Json:
         """Show the servers behind a gateway, or the engine of a single server or of the replica that `server` names."""
         return (None if server else self.servers()) or self.engine(server)
-
-    def watch_engine(self, server: str | None = None) -> Iterator[tuple[str, Json]]:
-        """Yield the result of `engine` as it changes, until the server ends the stream. Needs the admin key.
-
-        Each event has a name: `message` with the result of `engine`, or `engine_error` with the body of an error.
-        """
-        timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
-        params = {"server": server} if server else None
-        stream = self._http.stream("GET", "/v1/engine/events", params=params, timeout=timeout)
-        with self._failures(), stream as answer:
-            if not answer.is_success:
-                answer.read()
-                raise refusal(answer, self.key)
-            self._check_type(answer, "text/event-stream")
-            name = "message"
-            for line in answer.iter_lines():
-                label, _, value = line.partition(": ")
-                if label == "event":
-                    name = value
-                elif label == "data":
-                    yield name, json_object(self.url, value)
-                    name = "message"
 
     def audit(self, limit: int = 50) -> list[Json]:
         """List the last changes, newest first, of all tenants or of the client's `tenant`. Needs the admin key."""
@@ -368,7 +342,8 @@ class Client:
         while True:
             params = {**filters, "format": "csv", "after": after}
             answer = self._answer("GET", USAGE[events], params=params)
-            self._check_type(answer, "text/csv")
+            if not answer.headers.get("content-type", "").startswith("text/csv"):
+                raise not_manylora(self.url)
             header, _, rows = answer.text.replace("\r\n", "\n").partition("\n")
             yield rows if after else f"{header}\n{rows}"
             if (after := answer.headers.get("x-manylora-next")) is None:
@@ -381,27 +356,17 @@ class Client:
             )
         params = {"tenant": self.tenant, **content.pop("params", {})}
         given = {name: value for name, value in params.items() if value is not None}
-        with self._failures():
-            answer = self._http.request(method, path, params=given, **content)
-        if not answer.is_success:
-            raise refusal(answer, self.key)
-        return answer
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turn errors of httpx into `ClientError`."""
         if self._http.is_closed:
             raise ClientError("This client is closed. Make a new one.", code="client_closed")
         try:
-            yield
+            answer = self._http.request(method, path, params=given, **content)
         except httpx.DecodingError as error:
             raise not_manylora(self.url) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise unreachable(self.url, error) from error
-
-    def _check_type(self, answer: httpx.Response, content_type: str) -> None:
-        if not answer.headers.get("content-type", "").startswith(content_type):
-            raise not_manylora(self.url)
+        if not answer.is_success:
+            raise refusal(answer, self.key)
+        return answer
 
     def _list(self, path: str, **params: object) -> list[Json]:
         """Collect the rows of all pages of a list."""

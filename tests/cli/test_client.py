@@ -277,7 +277,6 @@ def every_kind_of_call(client: manylora.Client, folder: Path) -> list[Callable[[
         client.audit,
         client.usage,
         lambda: list(client.usage_csv()),
-        lambda: list(client.watch_engine()),
         lambda: client.set_limits("acme", {"adapters": 1}),
         lambda: client.push(folder),
         lambda: client.push(folder, idempotency_key="run-1"),
@@ -309,15 +308,6 @@ def test_uploads_of_another_server_are_an_error(
     recorder.body = {"data": [upload]}
     assert (
         failing(lambda: manylora.Client(recorder.url, "secret").push(folder)).code == "not_manylora"
-    )
-
-
-@pytest.mark.parametrize("line", ["data: {", "data: [1]"])
-def test_an_event_that_is_no_json_object_is_an_error(recorder: Recorder, line: str) -> None:
-    recorder.body, recorder.headers = f"{line}\n\n", {"content-type": "text/event-stream"}
-    assert (
-        failing(lambda: list(manylora.Client(recorder.url, "secret").watch_engine())).code
-        == "not_manylora"
     )
 
 

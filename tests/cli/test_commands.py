@@ -33,7 +33,8 @@ def run(*arguments: str, **environ: str) -> Any:
 
 def test_help_lists_every_command_and_shows_defaults_and_variables() -> None:
     assert set(COMMANDS) <= set(run("--help").output.split())
-    assert run("version").output == f"manylora {manylora.__version__}\n"
+    for words in ("version", "--version"):
+        assert run(words).output == f"manylora {manylora.__version__}\n"
     text = run("serve", "--help").output
     for part in ("[default: 8000]", "[env: MANYLORA_MODEL__PATH]", "[default: manylora-data]"):
         assert part in text
@@ -219,6 +220,8 @@ def test_what_a_command_did_is_said(recorder: Recorder, command: str, said: str)
     recorder.body = {"object": "grant", "tenant": "other"}
     done = run(*command.split(), "--url", recorder.url)
     assert (done.exit_code, done.output) == (0, f"{said}\n")
+    as_json = run(*command.split(), "--json", "--url", recorder.url)
+    assert (as_json.exit_code, json.loads(as_json.output)) == (0, recorder.body)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +229,9 @@ def test_what_a_command_did_is_said(recorder: Recorder, command: str, said: str)
     [
         ("tenant limit acme adapters", "NAME=NUMBER"),
         ("tenant limit acme =3", "NAME=NUMBER"),
-        ("tenant limit acme adapters=", "adapters must be a whole number"),
-        ("tenant limit acme adapters=-1", "0 or more"),
-        ("tenant limit acme adapters=1.5", "got '1.5'"),
+        ("tenant limit acme adapters=", "a whole number from 0"),
+        ("tenant limit acme adapters=-1", "a whole number from 0"),
+        ("tenant limit acme adapters=1.5", "got 'adapters=1.5'"),
         *(
             (f"adapter alias a {word}", "ALIAS=VERSION")
             for word in ("prod", "prod=x", "prod=1:2,", "prod=1:-1", "prod=1:a,2:b")
@@ -241,13 +244,8 @@ def test_what_a_command_did_is_said(recorder: Recorder, command: str, said: str)
             (f"adapter {command} qv@1", "without a version, got 'qv@1'")
             for command in ("show", "rm", "pin", "unpin")
         ),
-        *(
-            (f"key create acme --expires-at {text}", "--expires-at takes a time with its offset")
-            for text in ("soon", "2027-01-01", "2027-01-01T00:00:00")
-        ),
         ("adapter ls --key schl\u00fcssel", "MANYLORA_KEY"),
         ("adapter ls --key 'two\nlines'", "MANYLORA_KEY"),
-        ("adapter push My-Adapter", "give one with --name"),
     ],
 )
 def test_wrong_words_are_refused_before_any_call(
@@ -305,6 +303,12 @@ def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Rec
             "manylora: --start: Input should be",
         ),
         ("adapter pin a", "Upload with activate=false.", "activate", "Upload with --no-activate."),
+        (
+            "key create acme --expires-at soon",
+            "expires_at: Input should be a valid datetime.",
+            "expires_at",
+            "manylora: --expires-at: Input should be",
+        ),
     ],
 )
 def test_errors_name_the_options_of_the_command(

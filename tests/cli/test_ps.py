@@ -84,7 +84,7 @@ async def test_an_idle_engine_has_a_summary_alone_and_a_restart_is_told(api: Api
     )
 
 
-async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> None:
+async def test_a_gateway_lists_its_servers(api: Api) -> None:
     pirate = (await upload(await api.tenant("acme"), "pirate")).json()["digest"]
     api.engine.residents = [
         ResidentAdapter(digest=UNKNOWN, tier="host", pages=1, running=0, holds=3),
@@ -124,10 +124,6 @@ async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> N
         ["away", "replica", "lost", *"------", "http://127.0.0.1:9"],
         [SERVER, "replica", "ready", "0", "0", "0.0", "ms", "0", "1", "1", url],
         [],
-        [],
-        ["ADAPTER", "SERVER", "TIER", "RUNNING", "HOLDS"],
-        ["acme/pirate@1", SERVER, "device", "1,200", "0"],
-        ["sha256:abababababab", SERVER, "host", "0", "3"],
     ]
     assert {each["name"]: each["state"] for each in json.loads(printed.output)["data"]} == {
         "gate": "ready",
@@ -135,6 +131,9 @@ async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> N
         SERVER: "ready",
     }
     assert f"\n{BASE} on cpu, float32: 0 running" in one.output
+    rows = [line.split()[:2] for line in one.output.splitlines()]
+    assert ["acme/pirate@1", "device"] in rows
+    assert ["sha256:abababababab", "host"] in rows
     assert (none.exit_code, "does not reach away" in none.output) == (1, True)
     assert (refused.exit_code, "Only the admin key" in refused.output) == (1, True)
     assert (dead.exit_code, f"{SERVER}" in dead.output, "pirate" in dead.output) == (0, True, False)

@@ -1,4 +1,4 @@
-"""Compares the usage of the demo's traffic with what its clients were told, to the token."""
+"""Compares the usage of marked traffic with what its clients were told, to the token."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.cli.demo.traffic import LEFT, TOKENS, Told, Traffic
 from manylora.client import Client
+from marked_traffic import LEFT, TOKENS, Told, Traffic
 
 FIGURES = ("requests", *TOKENS)
 WAIT_S = 10.0

@@ -7,30 +7,22 @@ from typing import Annotated
 
 import typer
 
-from manylora.cli.serve import (
-    Config,
-    DatabaseUrl,
-    DataDir,
-    MemoryGib,
-    Model,
-    Port,
-    Setting,
-    settings_of,
-)
+from manylora.cli.config import GivenSettings, settings_command
 
 app = typer.Typer(help="Run a gateway and replicas over one registry.", no_args_is_help=True)
 
 
 @app.command()
-def up(  # noqa: PLR0913 - one parameter per option
-    model: Model = None,
+@settings_command(
+    model="model.path",
+    port="server.port",
+    data_dir="server.data_dir",
+    database_url="registry.database_url",
+    memory_gib="memory.gib",
+)
+def up(
+    given: GivenSettings,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas to start.")] = 2,
-    port: Port = None,
-    data_dir: DataDir = None,
-    database_url: DatabaseUrl = None,
-    memory_gib: MemoryGib = None,
-    config: Config = None,
-    settings: Setting = None,
     on_ray: Annotated[
         bool, typer.Option("--ray", help="Let Ray place, restart and scale the replicas.")
     ] = False,
@@ -46,14 +38,8 @@ def up(  # noqa: PLR0913 - one parameter per option
 
     if not on_ray and (address or max_replicas):
         raise typer.BadParameter("--address and --max-replicas go with --ray.")
-    options: dict[str, dict[str, object]] = {
-        "model": {"path": model},
-        "memory": {"gib": memory_gib},
-        "server": {"port": port, "data_dir": data_dir},
-        "registry": {"database_url": database_url},
-    }
     plan: dict[str, object] = {"address": address, "max_replicas": max_replicas}
-    run(settings_of(options, settings, config), replicas, plan if on_ray else None, typer.echo)
+    run(given.load(), replicas, plan if on_ray else None, typer.echo)
 
 
 @app.command("ray", hidden=True)

@@ -9,12 +9,6 @@ import typer
 
 Once = Annotated[bool, typer.Option("--once", help="Exit after the answers.")]
 NoTraffic = Annotated[bool, typer.Option("--no-traffic", help="Send no traffic after the answers.")]
-Reset = Annotated[
-    bool,
-    typer.Option(
-        "--reset", help="Start nothing: remove the usage of the demo traffic, and revoke its keys."
-    ),
-]
 Port = Annotated[
     int | None,
     typer.Option(
@@ -28,7 +22,6 @@ Dir = Annotated[Path, typer.Option(help="Folder of the demo's database, adapters
 def demo(
     once: Once = False,
     no_traffic: NoTraffic = False,
-    reset: Reset = False,
     port: Port = None,
     data_dir: Dir = FOLDER,
 ) -> None:
@@ -36,16 +29,6 @@ def demo(
 
     A minute of traffic follows the answers and fills the charts of the dashboard.
     """
-    if reset:
-        if once or no_traffic or port is not None:
-            raise typer.BadParameter("--reset goes with --data-dir alone.")
-        from manylora.cli.demo.reset import reset_demo
-
-        num_events, num_keys = reset_demo(data_dir)
-        typer.echo(
-            f"Removed {num_events} usage events of the demo traffic; revoked {num_keys} keys."
-        )
-        return
     from manylora.cli.demo.run import run_demo
 
     raise typer.Exit(run_demo(once=once, with_traffic=not no_traffic, port=port, data_dir=data_dir))

@@ -26,6 +26,8 @@ ADAPTERS = {
 }
 """Tenant of each adapter. The longest answers start first: all must still be running when the last one starts."""
 TENANTS = ("harbour", "atelier")
+SPEAKERS = {**ADAPTERS, BASE_NAME: TENANTS[0]}
+"""Tenant that asks each model."""
 MAX_TOKENS = 96
 MAX_ROUNDS = 20
 """Most rounds until one step computes all models: on a busy machine a short answer can end before the last starts."""
@@ -53,9 +55,7 @@ class Round:
     """Tenant to its new key."""
     answers: list[Answer]
     shared: dict[str, Any] | None
-    """The step of the round that computed the most adapters, as the engine reports it, and as `steps` how many steps
-    the round took; None if the engine reported none.
-    """
+    """The step that computed the most adapters, as the engine reports it; None if the engine reported none."""
 
 
 def play(url: str, admin_key: str) -> Round:
@@ -76,27 +76,18 @@ def play(url: str, admin_key: str) -> Round:
         for name, tenant in ADAPTERS.items():
             uploaded = clients[tenant].push(demo.ADAPTERS / name)
             details[name] = f"rank {uploaded['rank']}: {_short(uploaded['target_modules'])}"
-        speakers = [*ADAPTERS.items(), (BASE_NAME, TENANTS[0])]
-        for (
-            model,
-            tenant,
-        ) in speakers:  # brings each adapter to the device, else the round would wait for loads
-            _ask(clients[tenant], model, recorded["question"], 1)
-        texts, shared = _ask_together(admin, clients, speakers, recorded["question"])
-        for client in clients.values():
-            client.close()
+        texts, shared = _ask_together(admin, clients, recorded["question"])
     expected = {**recorded["answers"], BASE_NAME: recorded["answers"]["base"]}
     answers = [
         Answer(
             model=model,
-            tenant=tenant,
+            tenant=SPEAKERS[model],
             detail=details.get(model, ""),
-            text=text,
-            is_expected=text == expected[model],
+            text=texts[model],
+            is_expected=texts[model] == expected[model],
         )
-        for (model, tenant), text in zip(speakers, texts, strict=True)
+        for model in (BASE_NAME, *ADAPTERS)
     ]
-    answers.sort(key=lambda answer: answer.model != BASE_NAME)
     return Round(question=recorded["question"], keys=keys, answers=answers, shared=shared)
 
 
@@ -110,8 +101,8 @@ def _new_key(admin: Client, tenant: str) -> str:
     return str(admin.create_key(tenant, name="demo")["key"])
 
 
-def _ask(client: Client, model: str, question: str, max_tokens: int) -> str:
-    """The greedy answer of a model."""
+def ask(client: Client, model: str, question: str, max_tokens: int) -> str:
+    """Ask a model a question; returns its greedy answer."""
     messages = [{"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
     answer = client.request("POST", "/v1/chat/completions", json=body)
@@ -119,22 +110,21 @@ def _ask(client: Client, model: str, question: str, max_tokens: int) -> str:
 
 
 def _ask_together(
-    admin: Client, clients: Mapping[str, Client], speakers: Sequence[tuple[str, str]], question: str
-) -> tuple[list[str], dict[str, Any] | None]:
-    texts: list[str] = []
+    admin: Client, clients: Mapping[str, Client], question: str
+) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """Ask all models at once until one step computed all of them; the first round brings the adapters to the device."""
+    texts: dict[str, str] = {}
     best: dict[str, Any] | None = None
-    with ThreadPoolExecutor(len(speakers)) as threads:
+    with ThreadPoolExecutor(len(SPEAKERS)) as threads:
         for _ in range(MAX_ROUNDS):
-            before = max((step["step"] for step in admin.engine()["last_steps"]), default=0)
-            asked = [
-                threads.submit(_ask, clients[tenant], model, question, MAX_TOKENS)
-                for model, tenant in speakers
-            ]
-            texts = [answer.result() for answer in asked]
-            shared = _shared_step(admin.engine(), before)
+            asked = {
+                model: threads.submit(ask, clients[tenant], model, question, MAX_TOKENS)
+                for model, tenant in SPEAKERS.items()
+            }
+            texts = {model: answer.result() for model, answer in asked.items()}
             best = max(
-                (step for step in (best, shared) if step),
-                key=lambda step: step["adapters"],
+                admin.engine()["last_steps"],
+                key=lambda step: (step["adapters"], step["base_requests"]),
                 default=None,
             )
             if best and holds_everybody(best):
@@ -145,16 +135,6 @@ def _ask_together(
 def holds_everybody(step: Mapping[str, Any]) -> bool:
     """Say if the step computed the base and all adapters."""
     return bool(step["adapters"] == len(ADAPTERS) and step["base_requests"])
-
-
-def _shared_step(engine: dict[str, Any], steps_before: int) -> dict[str, Any] | None:
-    steps = [step for step in engine["last_steps"] if step["step"] > steps_before]
-    if not steps:
-        return None
-    return {
-        **max(steps, key=lambda step: (step["adapters"], step["base_requests"])),
-        "steps": len(steps),
-    }
 
 
 def _short(modules: Sequence[str]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from manylora import demo
-from manylora.cli.demo import FOLDER
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
-from manylora.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, plan, replay
+from manylora.cli.demo.traffic import DURATION_S, MAX_AT_ONCE, send_questions
 from manylora.client import Client
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
@@ -56,7 +53,7 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
         ManyloraError: Something did not work; the message says what to do.
     """
     started = time.monotonic()
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a script's background job starts with it ignored
@@ -74,7 +71,7 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
             if not once:
                 show_how_to_go_on(console, shown, server.url, key, data_dir)
                 if with_traffic:
-                    send_traffic(console, server.url, key, data_dir)
+                    send_traffic(console, server.url, shown.keys)
                 status = server.wait()
                 raise ManyloraError(
                     f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}."
@@ -114,13 +111,11 @@ def show_answers(console: Console, shown: Round, seconds: float) -> None:
     for answer in shown.answers:
         text = Text(answer.text, style="bold" if answer.model == BASE_NAME else "")
         table.add_row(answer.model, answer.tenant, answer.detail or "none: the base", text)
-    console.print(table)
-    console.print(describe_step(shown.shared, len(shown.answers)), soft_wrap=True)
+    console.print(table, soft_wrap=False)
+    console.print(describe_step(shown.shared, len(shown.answers)))
     wrong = [answer.model for answer in shown.answers if not answer.is_expected]
     if wrong:
-        console.print(
-            f"Not the recorded reference answer: {', '.join(wrong)}.", style="red", soft_wrap=True
-        )
+        console.print(f"Not the recorded reference answer: {', '.join(wrong)}.", style="red")
     console.print(f"{seconds:.1f} s from start to answers.")
 
 
@@ -134,7 +129,7 @@ def describe_step(shared: Mapping[str, Any] | None, speakers: int) -> str:
     )
     if holds_everybody(shared):
         return sentence
-    return f"{sentence} That is the fullest of {shared['steps']} steps; all {speakers} were never at work at once."
+    return f"{sentence} No step computed more; all {speakers} were never at work at once."
 
 
 def show_how_to_go_on(
@@ -142,53 +137,39 @@ def show_how_to_go_on(
 ) -> None:
     """Addresses, keys and snippets that can be pasted."""
     console.print()
-    console.print(
-        f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True
-    )
+    console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.")
     with Client(url, admin_key) as client:
         link = client.request("POST", "/v1/session/links")[
             "link"
         ]  # signs its first visitor in as admin
-    console.print(
-        f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}", soft_wrap=True
-    )
+    console.print(f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}")
     again = f"manylora dashboard --url {url} --data-dir {shlex.quote(str(data_dir))}"
-    console.print(f"Another link to it: {again}", soft_wrap=True)
+    console.print(f"Another link to it: {again}")
     for tenant, key in shown.keys.items():
         models = ", ".join(answer.model for answer in shown.answers if answer.tenant == tenant)
-        console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)
-    console.print(f"Admin key: {admin_key}", soft_wrap=True)
+        console.print(f"Key of {tenant}: {key}   ({models})")
+    console.print(f"Admin key: {admin_key}")
     console.print("\nWith curl:\n")
-    console.print(Text(curl_line(url, shown.keys[ADAPTERS["pirate"]], "pirate")), soft_wrap=True)
+    console.print(Text(curl_line(url, shown.keys[ADAPTERS["pirate"]], "pirate")))
     console.print("\nWith openai-python:\n")
-    console.print(
-        Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")), soft_wrap=True
-    )
+    console.print(Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")))
     console.print()
 
 
-def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> None:
-    """Replay the traffic, and show how its requests ended.
+def send_traffic(console: Console, url: str, keys: Mapping[str, str]) -> None:
+    """Send the traffic, and say how many requests were answered.
 
     If it cannot go on, this is said, and the server is left to its user.
     """
-    folder = "" if data_dir == FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
     console.print(
-        f"Demo traffic now runs for {DURATION_S:.0f} s, to fill the charts: {len(plan())} requests, at most "
-        f'{MAX_AT_ONCE} at once, by a key of each tenant named "{KEY_NAME}". Once the server has ended, '
-        f"`manylora demo --reset{folder}` removes it.",
-        soft_wrap=True,
+        f"Demo traffic now runs for {DURATION_S} s, to fill the charts: at most {MAX_AT_ONCE} questions at once."
     )
     try:
-        traffic = asyncio.run(replay(url, admin_key))
+        num_answers = send_questions(url, keys)
     except ManyloraError as error:
-        console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
+        console.print(f"The demo traffic ended early: {error.message}", style="red")
         return
-    ends = ", ".join(
-        f"{number} {end}"
-        for end, number in Counter(told.end for told in traffic.told).most_common()
-    )
-    console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
+    console.print(f"Demo traffic is done: {num_answers} answers.")
 
 
 def curl_line(url: str, key: str, model: str) -> str:

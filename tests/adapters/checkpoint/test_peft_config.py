@@ -18,8 +18,8 @@ from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.checkpoint.findings import Findings
 from manylora.adapters.checkpoint.lora_fields import LoraFields
+from manylora.adapters.checkpoint.module_patterns import is_literal_path
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_config, check_scaling
-from manylora.adapters.checkpoint.peft_fields import is_literal_path
 from manylora.errors import AdapterError, PayloadTooLargeError
 from refusals import is_presentable, outcome
 

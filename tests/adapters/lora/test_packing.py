@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from adapters_factory import RandomLora, random_lora, tensor_bytes, tiny_base
 from manylora.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
 from manylora.adapters.checkpoint.safetensors_header import header_bytes
 from manylora.adapters.lora.layout import LoraLayout, plan_layout
-from manylora.adapters.lora.packing import READ_BYTES, Packing, group_runs
+from manylora.adapters.lora.packing import READ_BYTES, Packing
 from manylora.lora_rows import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 from residency_parts import tiny_geometry
 
@@ -42,15 +43,13 @@ def test_every_row_lies_where_the_layout_says_and_all_else_is_zero(
     packing, checkpoint, layout, image_bytes, content = packing_of(lora, tmp_path, dtype, stored)
     packing.pack(tensor_bytes(content, checkpoint), list(image_bytes), dtype)
     images = image_bytes.view(dtype)
-    for group in layout.groups:
-        key = (group.layer, group.module)
-        matrix = lora.lora_a[key] if group.part == 0 else lora.lora_b[key].t()
-        rows = matrix.to(stored).to(dtype)[
-            GROUP_ROWS * group.group : GROUP_ROWS * (group.group + 1)
-        ]
+    for layer, module, part, group, page, offset in layout.groups.T.tolist():
+        key = (layer, module)
+        matrix = lora.lora_a[key] if part == 0 else lora.lora_b[key].t()
+        rows = matrix.to(stored).to(dtype)[GROUP_ROWS * group : GROUP_ROWS * (group + 1)]
         pitch = row_pitch_bytes(rows.shape[1], dtype.itemsize) // dtype.itemsize
-        start = group.offset_units * PITCH_BYTES // dtype.itemsize
-        block = images[group.page, start : start + GROUP_ROWS * pitch].view(GROUP_ROWS, pitch)
+        start = offset * PITCH_BYTES // dtype.itemsize
+        block = images[page, start : start + GROUP_ROWS * pitch].view(GROUP_ROWS, pitch)
         assert torch.equal(block[: len(rows), : rows.shape[1]], rows)
         block[: len(rows), : rows.shape[1]] = 0
     assert not image_bytes.any()
@@ -92,11 +91,10 @@ def test_weights_are_checked_by_their_header_as_by_the_whole_file(tmp_path: Path
 def test_groups_that_lie_one_behind_the_other_are_copied_as_one(tmp_path: Path) -> None:
     lora = random_lora(BASE, 64, seed=0)
     _, _, layout, _, _ = packing_of(lora, tmp_path, torch.bfloat16)
-    runs = group_runs(layout, BASE, tiny_geometry(BASE, torch.bfloat16))
+    runs: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for run in layout.runs:
+        runs[run[:3]] += range(run.first_group, run.first_group + run.num_groups)
     num_matrices = 2 * len(lora.lora_a)
     assert len(runs) == num_matrices
-    assert sum(map(len, runs.values())) <= num_matrices + layout.num_pages < len(layout.groups) / 2
-    for own in runs.values():
-        assert [
-            row for run in own for row in range(run.first_row, run.first_row + run.num_rows)
-        ] == list(range(64))
+    assert len(layout.runs) <= num_matrices + layout.num_pages < layout.groups.shape[1] / 2
+    assert all(groups == list(range(8)) for groups in runs.values())

@@ -47,7 +47,7 @@ def test_a_batch_of_the_base_only_has_no_lora_work() -> None:
     paged = PagedLora(lora_arena.arena, lora_arena.tables, BASE)
     assert paged.prepare([-1, -1]) is None
     assert paged.prepare([]) is None
-    lora_arena.tables.write(3, LoraLayout(1, 0, ()), [], {}, {})
+    lora_arena.tables.write(3, LoraLayout(0, ()), [], {}, {})
     assert paged.prepare([-1, 3]) is None
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adapters_factory import tiny_base
-from manylora.adapters.lora.layout import LoraLayout, RowGroup, plan_layout
+from manylora.adapters.lora.layout import LoraLayout, RowRun, plan_layout
 from manylora.adapters.lora.tables import AdapterTables
 from residency_parts import tiny_geometry
 
@@ -26,9 +26,9 @@ def test_a_row_says_where_each_group_is_in_units_of_256_bytes() -> None:
     assert tables.ranks[1, 1, 6] == 8
     assert tables.ranks[1].count_nonzero() == 2
     assert tables.scalings[1, 0, 0] == 0.5
-    for group in layout.groups:
-        offset = int(tables.offsets[1, group.layer, group.module, group.part, group.group])
-        assert offset * 256 == pages[group.page] * GEOMETRY.page_bytes + group.offset_units * 256
+    for layer, module, part, group, page, units in layout.groups.T.tolist():
+        offset = int(tables.offsets[1, layer, module, part, group])
+        assert offset * 256 == pages[page] * GEOMETRY.page_bytes + units * 256
     assert not tables.ranks[[0, 2]].any()
     assert not tables.offsets[[0, 2]].any()
 
@@ -59,6 +59,6 @@ def test_a_rank_above_the_limit_wrong_pages_and_too_large_an_arena_are_refused()
         tables.write(0, layout, list(range(layout.num_pages)), ranks, {(0, 0): 1.0})
     with pytest.raises(ValueError, match="pages"):
         tables.write(0, layout, [], {(0, 0): 8}, {(0, 0): 1.0})
-    one_group = LoraLayout(1, 1, (RowGroup(0, 0, 0, 0, 0, 0),))
+    one_group = LoraLayout(1, (RowRun(0, 0, 0, 0, 1, 0, 0, 1),))
     with pytest.raises(ValueError, match="512 GiB"):
         tables.write(0, one_group, [2**31], {(0, 0): 8}, {(0, 0): 1.0})

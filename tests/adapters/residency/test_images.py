@@ -17,7 +17,7 @@ def add(images: HostImages, digest: str, count: int = 2) -> HostImage:
     assert pages is not None
     image = HostImage(
         digest=digest,
-        layout=LoraLayout(1, count, ()),
+        layout=LoraLayout(count, ()),
         ranks={},
         scalings={},
         pages=images.slab_views(pages),

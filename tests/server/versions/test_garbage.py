@@ -29,11 +29,11 @@ async def test_a_long_sweep_lets_changes_pass(api: Api, monkeypatch: pytest.Monk
     now_s, deleted_in_hold = 0.0, list[int]()
     delete, holding = api.services.blobs.delete, api.services.registry.adapters.locking_unreferenced
 
-    def slowly(sha256: str) -> bool:
+    def slowly(sha256: str) -> None:
         nonlocal now_s
         now_s += HOLD_S / 8
         deleted_in_hold[-1] += 1
-        return delete(sha256)
+        delete(sha256)
 
     def hold(weights: list[str]) -> Any:
         deleted_in_hold.append(0)
@@ -82,10 +82,10 @@ async def test_a_server_that_stops_holds_the_lock_until_its_delete_has_ended(
     (digest,) = lonely_blobs(api, 1)
     delete, is_asked, is_over = api.services.blobs.delete, threading.Event(), threading.Event()
 
-    def slowly(sha256: str) -> bool:
+    def slowly(sha256: str) -> None:
         is_asked.set()
         is_over.wait(60)
-        return delete(sha256)
+        delete(sha256)
 
     monkeypatch.setattr(api.services.blobs, "delete", slowly)
     removal = asyncio.create_task(api.services.versions.garbage.delete([digest]))

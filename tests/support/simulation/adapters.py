@@ -60,7 +60,7 @@ def image_of(digest: str, num_pages: int, images: HostImages, slab: SimulatedSla
     ]
     for index, page in enumerate(pages):
         page.content = Weights(digest, index)
-    layout = LoraLayout(1, num_pages, ())
+    layout = LoraLayout(num_pages, ())
     return HostImage(
         digest=digest, layout=layout, ranks={}, scalings={}, pages=pages, slab_pages=slab_pages
     )

@@ -1,39 +1,30 @@
-"""The demo's traffic: real, marked by its keys, counted to the token, and removed without a trace."""
+"""Real traffic, marked by its keys, is billed to the token as its clients were told."""
 
 from __future__ import annotations
 
 import asyncio
 import csv
 import io
-import os
-import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+import marked_traffic
 from demo_ledger import FIGURES, usage_differences
 from long_model import LONG_ANSWER, long_model
-from manylora.cli.demo import traffic as demo_traffic
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, TENANTS, play
-from manylora.cli.demo.traffic import KEY_NAME, LEFT, MAX_AT_ONCE, Planned, Traffic, plan, replay
-from manylora.registry.registry import Registry
 from manylora_server import ADMIN_KEY, ManyloraServer, manylora_server
-from usage_sums import wrong_sums
+from marked_traffic import KEY_NAME, LEFT, MAX_AT_ONCE, Planned, Traffic, plan, replay
 
 SECONDS = 9.0
-MANYLORA = str(Path(sys.executable).with_name("manylora"))
-Rows = dict[str, list[dict[str, Any]]]
 
 
 @dataclass
 class Played:
-    """The demo's traffic on a server that others use too."""
+    """The traffic on a server that others use too."""
 
     server: ManyloraServer
     traffic: Traffic
@@ -63,7 +54,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         ) as server,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(demo_traffic, "plan", endless)
+        patch.setattr(marked_traffic, "plan", endless)
         play(server.url, ADMIN_KEY)
         server.publish("acme", "pirate")
         server.ask("acme", "pirate", "Do you have the scarf?")
@@ -155,57 +146,6 @@ def test_a_token_too_many_or_a_request_too_few_is_noticed(played: Played) -> Non
     assert any(difference.endswith("has no event") for difference in found)
 
 
-def test_reset_removes_this_and_nothing_else(played: Played) -> None:
-    while_it_runs = reset(played.server.data_dir)
-    assert while_it_runs.returncode == 2
-    assert "in use by another Manylora process" in while_it_runs.stderr
-    assert played.server.stop() == 0
-    before = tables(played.server.data_dir)
-    key_ids = set(played.traffic.key_ids)
-
-    done = reset(played.server.data_dir)
-    assert done.returncode == 0, done.stderr
-    num = len(plan(SECONDS))
-    assert done.stdout == f"Removed {num} usage events of the demo traffic; revoked 2 keys.\n"
-    after = tables(played.server.data_dir)
-    for table in (
-        "usage_events",
-        "usage_rollups",
-        "usage_latency",
-        "usage_adapters",
-        "usage_months",
-    ):
-        kept = [row for row in before[table] if row["key_id"] not in key_ids]
-        assert len(kept) < len(before[table])
-        assert after.pop(table) == kept != []
-    revoked = {row["id"] for row in after["api_keys"] if row["revoked_at"] is not None}
-    assert revoked == key_ids
-    assert [{**row, "revoked_at": None} for row in after.pop("api_keys")] == before["api_keys"]
-    new = after["audit_log"][len(before["audit_log"]) :]
-    assert sorted((row["action"], row["target"]) for row in new) == [
-        *sorted(("key.revoke", key_id) for key_id in key_ids),
-        *sorted(("usage.erase", key_id) for key_id in key_ids),
-    ]
-    assert after.pop("audit_log")[: len(before["audit_log"])] == before["audit_log"]
-    assert after == {table: before[table] for table in after}
-    assert asyncio.run(count_wrong_sums(played.server.data_dir)) == 0
-
-    again = reset(played.server.data_dir)
-    assert again.returncode == 0
-    assert again.stdout == "Removed 0 usage events of the demo traffic; revoked 0 keys.\n"
-
-
-def test_reset_where_no_demo_was_says_so_and_makes_nothing(tmp_path: Path) -> None:
-    for folder in (tmp_path / "missing", tmp_path):
-        done = reset(folder)
-        assert done.returncode == 2
-        assert "There is no demo in" in done.stderr
-        assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-    asyncio.run(count_wrong_sums(tmp_path))  # a registry, where the demo never was
-    assert "There is no demo in" in reset(tmp_path).stderr
-
-
 def test_the_plan_is_the_same_each_time_gentle_and_uneven() -> None:
     planned = plan()
     assert planned == plan()
@@ -219,33 +159,3 @@ def test_the_plan_is_the_same_each_time_gentle_and_uneven() -> None:
     prompts = Counter(str(each.body.get("messages") or each.body["prompt"]) for each in planned)
     assert prompts.most_common(1)[0][1] > 1, "no prompt comes twice"
     assert {each.body.get("stream", False) for each in planned} == {True, False}
-
-
-def reset(data_dir: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MANYLORA_")}  # noqa: TID251
-    command = [MANYLORA, "demo", "--reset", "--data-dir", str(data_dir)]
-    return subprocess.run(command, env=kept, capture_output=True, text=True, timeout=60)
-
-
-def tables(data_dir: Path) -> Rows:
-    """All rows of the database."""
-    with sqlite3.connect(data_dir / "registry.sqlite") as database:
-        database.row_factory = sqlite3.Row
-        names = [
-            row[0]
-            for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        ]
-        found = {
-            name: [dict(row) for row in database.execute(f"SELECT * FROM {name} ORDER BY 1")]
-            for name in names
-        }
-    database.close()
-    return found
-
-
-async def count_wrong_sums(data_dir: Path) -> int:
-    registry = await Registry.open(None, data_dir)
-    try:
-        return await wrong_sums(registry.database)
-    finally:
-        await registry.close()

@@ -60,7 +60,7 @@ from manylora.engine.model.spec import (
     read_spec,
     resolve_model,
 )
-from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
+from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.request_limits import ModelLimits
 from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.engine.status import EngineReady, MemoryPlan
@@ -69,7 +69,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.dispatch import kernels_for
 from manylora.kernels.triton.compiles import CompileWatch
 from manylora.memory.arena import Arena, PageCopier
-from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
+from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.host_slab import HostSlab, SwapSpace
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixCache
@@ -138,8 +138,7 @@ def build_engine(
 
     num_pages = plan.num_pages + 1  # with the zero page
     arena = Arena(geometry, num_pages, device, dtype)
-    poison = arena.poison if config.memory.poison else None
-    pool = PagePool(num_pages, poison, on_first_use=poison)
+    pool = PagePool(num_pages, arena.poison if config.memory.poison else None)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     # Steps of a GPU or of a tiny model leave cores to others.
     is_in_the_way = device.type == "cpu" and not has_idle_core()
@@ -157,7 +156,7 @@ def build_engine(
         prompt_context=2 * spec.num_layers * spec.num_heads * spec.head_dim / spec.num_parameters,
     )
 
-    evictor = Evictor(pool, eviction_policy(config.memory.eviction))
+    evictor = Evictor(pool)
     prefixes = PrefixCache(pool, evictor, block_s=geometry.page_tokens * costs.token_s)
     images = HostImages(slab)
     tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)
@@ -205,7 +204,6 @@ def build_engine(
         prefixes=prefixes,
         swap=SwapSpace(slab, images.make_room, max_pages=slab.num_pages // SWAP_DIVISOR),
         costs=costs,
-        prefix_seed=prefix_seed(base.digest, ready.number_format, spec.rope),
         is_sharing=config.memory.prefix_cache,
     )
     limits = ModelLimits(

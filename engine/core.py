@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora.engine.execution.runner import LaunchedStep, ModelRunner
 from manylora.engine.execution.step_history import StepHistory
@@ -37,8 +37,7 @@ CHECK_DIVISOR = 100
 """An idle engine verifies its page counts for at most one second in 100, since a request may come meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
+class StepInFlight(NamedTuple):
     """A step that was launched and whose results were not taken in."""
 
     plan: StepPlan
@@ -87,8 +86,6 @@ class EngineCore:
         """Oldest first. Between two pumps it is one step at most."""
         self.num_steps = 0
         """Steps launched since start."""
-        self._status_seq = 0
-        self._completed_step = 0
         self._num_failures = 0
         self._is_checked = True
         self._next_check_s = 0.0
@@ -115,7 +112,7 @@ class EngineCore:
         """End a request after its client left; unknown ids are ignored."""
         self._scheduler.finish(request_id, "abort")
 
-    def pause(self, mode: PauseMode | None, *, is_ending: bool = False) -> None:
+    def pause(self, mode: PauseMode | None, is_ending: bool = False) -> None:
         """Compute nothing from now on, or with None go on; `is_ending` ends all requests with an error.
 
         Requests are taken in all the same, to wait. Those whose deadline passes end.
@@ -148,7 +145,7 @@ class EngineCore:
             raise
 
     def _pump(self) -> list[RequestOutput]:
-        for failure in self.residency.tick(self._completed_step):
+        for failure in self.residency.tick(self._kv.pool.completed_step):
             self._scheduler.fail_adapter(failure.digest, failure.error)
         self._scheduler.take_in_grammars()
         plan = self._plan()
@@ -171,11 +168,9 @@ class EngineCore:
         self._settle()
         table = self._table
         kv = self._kv
-        self._status_seq += 1
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
         return EngineStatus(
             boot_id=self._boot_id,
-            seq=self._status_seq,
             running=len(table.running),
             base_running=sum(state.adapter.lease is None for state in table.running),
             waiting=len(table.waiting),
@@ -204,8 +199,7 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         """Work in the queue and in the steps, by tenant; cheap enough for several calls a second."""
-        self._status_seq += 1
-        return self._scheduler.load(self._boot_id, self._status_seq)
+        return self._scheduler.load()
 
     def check(self) -> None:
         """Verify that pages, slots and requests add up.
@@ -287,7 +281,6 @@ class EngineCore:
 
     def _end_step(self, plan: StepPlan, started_s: float) -> None:
         """Free the pages of a step that is complete, or failed, and take note of its time."""
-        self._completed_step = plan.step
         self._scheduler.complete(plan.step)
         before_s = self._last_step_s
         self._last_step_s = self._clock()

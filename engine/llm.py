@@ -160,16 +160,23 @@ class LLM:
             )
             for text, own, chosen, lark in zip(texts, all_params, adapters, grammars, strict=True)
         ]
-        run = _Run(self.tokenizer, requests)
+        completions = [Completion(prompt_token_ids=each.prompt_token_ids) for each in requests]
+        unfinished = {
+            request.request_id: (
+                completion,
+                TextStream(self.tokenizer, request.params, request.prompt_token_ids),
+            )
+            for request, completion in zip(requests, completions, strict=True)
+        }
         try:
             for request in requests:
                 self.engine.core.submit(request)
-            self._pump(run)
+            self._pump(unfinished)
         finally:
             for request in requests:
                 self.engine.core.abort(request.request_id)
             self.engine.core.pump()
-        return run.completions
+        return completions
 
     def chat(
         self,
@@ -192,13 +199,15 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pump(self, run: _Run) -> None:
-        while run.streams:
+    def _pump(self, unfinished: dict[str, tuple[Completion, TextStream]]) -> None:
+        """Compute until all completions are finished; `unfinished` has them and their texts by request id."""
+        while unfinished:
             self._loaded.clear()
             steps_before = self.engine.core.num_steps
             for output in self.engine.core.pump():
-                if run.take(output):
-                    self.engine.core.abort(output.request_id)
+                if output.request_id in unfinished and _add(*unfinished[output.request_id], output):
+                    del unfinished[output.request_id]
+                    self.engine.core.abort(output.request_id)  # the engine may not know its end
             if self.engine.core.num_steps == steps_before:
                 self._loaded.wait(BLOCKED_WAIT_S)
 
@@ -214,43 +223,21 @@ class LLM:
         )
 
 
-class _Run:
-    """The growing completions of one `generate`."""
-
-    def __init__(self, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]) -> None:
-        self.completions = [
-            Completion(prompt_token_ids=request.prompt_token_ids) for request in requests
-        ]
-        self.streams = {
-            request.request_id: (
-                completion,
-                TextStream(tokenizer, request.params, request.prompt_token_ids),
-            )
-            for request, completion in zip(requests, self.completions, strict=True)
-        }
-        """Unfinished completions and their texts, by request id."""
-
-    def take(self, output: RequestOutput) -> bool:
-        """Add an output. Return True if the engine must be told that the request has ended."""
-        if output.request_id not in self.streams:
-            return False
-        if output.error is not None:
-            raise ERRORS_BY_KIND.get(output.error.kind, EngineError)(
-                output.error.message, code=output.error.code
-            )
-        completion, stream = self.streams[output.request_id]
-        delta = stream.push(output)
-        completion.text += delta.text
-        completion.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            completion.logprobs = (completion.logprobs or []) + delta.logprobs
-        completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
-        if delta.finish_reason is None:
-            return False
-        completion.finish_reason = delta.finish_reason
-        completion.stop_reason = delta.stop_reason
-        del self.streams[output.request_id]
-        return output.finish_reason is None
+def _add(completion: Completion, stream: TextStream, output: RequestOutput) -> bool:
+    """Add an output to a completion, and return True if it is finished. *Mutates* the completion."""
+    if output.error is not None:
+        raise ERRORS_BY_KIND.get(output.error.kind, EngineError)(
+            output.error.message, code=output.error.code
+        )
+    delta = stream.push(output)
+    completion.text += delta.text
+    completion.token_ids += delta.token_ids
+    if delta.logprobs is not None:
+        completion.logprobs = (completion.logprobs or []) + delta.logprobs
+    completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
+    completion.finish_reason = delta.finish_reason
+    completion.stop_reason = delta.stop_reason
+    return stream.is_finished
 
 
 def _stamp(folder: Path) -> _Stamp:

@@ -8,8 +8,7 @@ from typing import Literal
 
 from manylora.adapters.ref import AdapterRef, AdapterTier
 from manylora.engine.sampling_params import BeamParams, SamplingParams
-from manylora.errors import AdapterError, CapacityError, EngineError, ManyloraError
-from manylora.errors import RequestError as RefusedError
+from manylora.errors import AdapterError, CapacityError, EngineError, ManyloraError, RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["request", "adapter", "capacity", "internal"]
@@ -85,7 +84,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestError:
+class ErrorInfo:
     """Error that ended a request."""
 
     code: str
@@ -95,14 +94,14 @@ class RequestError:
     """Cause, which the server maps to an HTTP status."""
 
 
-INTERNAL = RequestError(
+INTERNAL = ErrorInfo(
     code=EngineError.code,
     message="The engine failed while it computed this request.",
     kind="internal",
 )
 """Fault of the engine. The log has the cause, which clients are not told."""
 
-NON_FINITE = RequestError(
+NON_FINITE = ErrorInfo(
     code="scores_not_finite",
     message="The scores of the next token are not finite numbers. An adapter whose training diverged does that, and so "
     "does a repetition_penalty close to 0, or allowed_token_ids and bad_words that leave no token. Change it and send "
@@ -110,48 +109,46 @@ NON_FINITE = RequestError(
 )
 """Fault of the request or its adapter. Other requests of the step go on."""
 
-GRAMMAR_DEAD_END = RequestError(
+GRAMMAR_DEAD_END = ErrorInfo(
     code="grammar_dead_end",
     message="No token can come next that the grammar or schema of this request allows. logit_bias, bad_words and "
     "allowed_token_ids may rule out what it needs, or this model has no token for it.",
 )
 """Dead end of a grammar: no answer begins with the output so far."""
 
-GRAMMAR_TOO_COMPLEX = RequestError(
+GRAMMAR_TOO_COMPLEX = ErrorInfo(
     code="grammar_too_complex",
     message="The grammar or schema of this request takes too long to follow: it is ambiguous, or has patterns that "
     "repeat too much. Make it simpler.",
 )
 
-EXPIRED = RequestError(
+EXPIRED = ErrorInfo(
     code="deadline.queue",
     message="The request waited for longer than its deadline allows and was not started. Send it again later.",
     kind="capacity",
 )
 
-PAUSED = RequestError(
+PAUSED = ErrorInfo(
     code="server.paused",
     message="The server was paused, which ended this request. Send it again: it waits until the server goes on.",
     kind="capacity",
 )
 
 ERRORS_BY_KIND: dict[ErrorKind, type[ManyloraError]] = {
-    "request": RefusedError,
+    "request": RequestError,
     "adapter": AdapterError,
     "capacity": CapacityError,
 }
 """Classes of errors that clients are told, by kind. All others are `INTERNAL`."""
 
 
-def request_error(error: ManyloraError) -> RequestError:
+def error_info(error: ManyloraError) -> ErrorInfo:
     """Error for the client: code and message of `error`, or `INTERNAL` for a fault of the engine."""
     kind = next(
         (kind for kind, raised in ERRORS_BY_KIND.items() if isinstance(error, raised)), None
     )
     return (
-        INTERNAL
-        if kind is None
-        else RequestError(code=error.code, message=error.message, kind=kind)
+        INTERNAL if kind is None else ErrorInfo(code=error.code, message=error.message, kind=kind)
     )
 
 
@@ -171,7 +168,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """End-of-sequence or stop token that ended it. It is the last of `token_ids`."""
-    error: RequestError | None = None
+    error: ErrorInfo | None = None
     adapter_state: AdapterState | None = None
     """Place of the adapter when the request arrived. It comes once, with the first output."""
     queue_s: float | None = None

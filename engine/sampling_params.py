@@ -17,6 +17,22 @@ MAX_LENGTH_PENALTY = 10.0
 """Largest length penalty. A length to this power is still a float."""
 
 
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "max_tokens": (0, math.inf, ">= 0"),
+    "temperature": (0, 100, "from 0 to 100"),
+    "top_k": (-1, math.inf, ">= -1"),
+    "top_p": (math.ulp(0), 1, "above 0, at most 1"),
+    "min_p": (0, 1, "from 0 to 1"),
+    "presence_penalty": (-2, 2, "from -2 to 2"),
+    "frequency_penalty": (-2, 2, "from -2 to 2"),
+    "repetition_penalty": (math.ulp(0), 10, "above 0, at most 10"),
+    "seed": (-(1 << 63), (1 << 63) - 1, "a 64-bit integer"),
+    "logprobs": (0, math.inf, ">= 0"),
+    "prompt_logprobs": (0, math.inf, ">= 0"),
+}
+"""Smallest and largest value of each number, and how a refusal describes them; None is in bounds."""
+
+
 def _check(ok: bool, param: str, expected: str, got: object) -> None:
     if not ok:
         raise InvalidRequestError(
@@ -74,47 +90,12 @@ class SamplingParams:
     """Include the stop string, or the text of the stop token, in the output."""
 
     def __post_init__(self) -> None:
-        _check(self.max_tokens >= 0, "max_tokens", ">= 0", self.max_tokens)
-        _check(_within(self.temperature, 0, 100), "temperature", "from 0 to 100", self.temperature)
-        _check(self.top_k >= -1, "top_k", ">= -1", self.top_k)
-        _check(
-            _within(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0, at most 1", self.top_p
-        )
-        _check(_within(self.min_p, 0, 1), "min_p", "from 0 to 1", self.min_p)
-        _check(
-            _within(self.presence_penalty, -2, 2),
-            "presence_penalty",
-            "from -2 to 2",
-            self.presence_penalty,
-        )
-        _check(
-            _within(self.frequency_penalty, -2, 2),
-            "frequency_penalty",
-            "from -2 to 2",
-            self.frequency_penalty,
-        )
-        _check(
-            _within(self.repetition_penalty, 0, 10) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "above 0, at most 10",
-            self.repetition_penalty,
-        )
+        for name, (low, high, expected) in _BOUNDS.items():
+            value = getattr(self, name)
+            _check(value is None or low <= value <= high, name, expected, value)
         for token_id, bias in self.logit_bias.items():
             _check(token_id >= 0, "logit_bias", "a map from token ids >= 0", token_id)
-            _check(_within(bias, -100, 100), "logit_bias", "from -100 to 100", bias)
-        _check(
-            self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
-            "seed",
-            "a 64-bit integer",
-            self.seed,
-        )
-        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0", self.logprobs)
-        _check(
-            self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-            "prompt_logprobs",
-            ">= 0",
-            self.prompt_logprobs,
-        )
+            _check(-100 <= bias <= 100, "logit_bias", "from -100 to 100", bias)
         _check(all(self.stop), "stop", "non-empty strings", "")
         _check(
             all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", ">= 0", self.stop_token_ids
@@ -160,11 +141,7 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         _check(self.width >= 1, "n", ">= 1", self.width)
-        ok = _within(self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        ok = abs(self.length_penalty) <= MAX_LENGTH_PENALTY
         _check(
             ok, "length_penalty", f"at most {MAX_LENGTH_PENALTY:.0f} from 0", self.length_penalty
         )
-
-
-def _within(value: float, low: float, high: float) -> bool:
-    return math.isfinite(value) and low <= value <= high

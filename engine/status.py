@@ -7,8 +7,7 @@ from typing import Literal
 
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.ref import ResidentAdapter as ResidentAdapter
-from manylora.engine.fairness.prices import Prices
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.kernels.weight_format import WeightFormat, number_format
 from manylora.memory.geometry import PageGeometry
 from manylora.memory.page_map import PageMap
@@ -116,8 +115,6 @@ class StepBatches:
 class EngineLoad:
     """Work of the engine. It reports this several times a second while it works, and once when it becomes idle."""
 
-    boot_id: str
-    seq: int
     rate: float = 0.0
     """Units per second of the engine with full steps; 0 until it was measured."""
     rows: int = 0
@@ -129,10 +126,9 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """A snapshot. Among those with one `boot_id`, a larger `seq` is newer."""
+    """A snapshot."""
 
     boot_id: str
-    seq: int
     running: int
     waiting: int
     pause: PauseMode | None = None

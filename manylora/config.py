@@ -25,10 +25,8 @@ Auth = Literal["on", "off"]
 ServerRole = Literal["all", "gateway", "replica"]
 MetricsAliases = Literal["none", "vllm"]
 KvDtype = Literal["auto", "int8"]
-Eviction = Literal["gdsf", "lru"]
 Policy = Literal["fcfs", "fair"]
 Overlap = Literal["auto", "on", "off"]
-Inner = Literal["fifo", "shortest", "slack", "mlfq"]
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -128,16 +126,13 @@ class MemoryConfig:
     memory, with a scale per token and head; answers may change a little."""
     prefix_cache: bool = True
     """Keep the KV cache of earlier requests for requests that begin with the same tokens."""
-    eviction: Eviction = "gdsf"
-    """Order of eviction when pages run short. gdsf first evicts the item with the lowest cost, which is the seconds per
-    page to load or compute it again, times its number of uses. lru first evicts the least recently used item."""
     poison: bool = False
     """For debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
 
     def __post_init__(self) -> None:
         for name, value in (("memory.gib", self.gib), ("memory.host_gib", self.host_gib)):
             _require(value is None or 0 < value <= 4096, name, "above 0, at most 4096", value)
-        _check_choices("memory", self, kv_dtype=KvDtype, eviction=Eviction)
+        _check_choices("memory", self, kv_dtype=KvDtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +199,6 @@ class SchedulerConfig:
     policy: Policy = "fair"
     """Order of requests: fair takes first the tenants that were served least for their weight, then their adapters,
     then arrival; fcfs is first come, first served."""
-    inner: Inner = "fifo"
-    """Order among the requests of one tenant for one adapter: fifo by arrival, shortest by fewest predicted tokens,
-    slack by least time to the deadline, mlfq by a multi-level feedback queue, in which long answers pause for short
-    ones, for about half a second at most."""
     itl_target_ms: float | None = None
     """Longest time that a step should take, in milliseconds. To keep it, prompts are computed in smaller chunks, and
     batches get the time that is left. When not set, each step is filled up to `scheduler.step_tokens`."""
@@ -227,7 +218,7 @@ class SchedulerConfig:
             max_wait_s=(0.1, 3600),
         )
         _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.1, 100))
-        _check_choices("scheduler", self, policy=Policy, inner=Inner, overlap=Overlap)
+        _check_choices("scheduler", self, policy=Policy, overlap=Overlap)
         holds_all = self.step_tokens is None or self.max_running <= self.step_tokens <= 1 << 20
         expected = f"from scheduler.max_running ({self.max_running}) to 1048576"
         _require(holds_all, "scheduler.step_tokens", expected, self.step_tokens)

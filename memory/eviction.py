@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from manylora.errors import PageAccountingError
 from manylora.memory.pool import PageKind, PagePool
@@ -90,42 +89,6 @@ class Evictable(ABC):
         """Give up the pages and everything that depends on them. Dependent items are withdrawn."""
 
 
-class Lru:
-    """A policy: the item with the smallest score is evicted first. Here it is the least recently used one."""
-
-    def score(self, item: Evictable) -> float:
-        """Score of an item now, here the time of its last use. It is kept until the item is offered again."""
-        return item.uses.last_s
-
-    def evicted(self, score: float) -> None:
-        """Note that the item with this score was evicted."""
-
-
-class Gdsf(Lru):
-    """Greedy-dual-size-frequency (Cherkasova, 1998): fewest seconds per page to bring back, weighted by use, go first.
-
-    The inflation is the score of the last evicted item. It is added to the score of each later use, so an expensive
-    item that is no longer used is evicted in the end.
-    """
-
-    def __init__(self) -> None:
-        self._inflation = 0.0
-
-    def score(self, item: Evictable) -> float:
-        """Score of an item now: inflation + uses * seconds / pages."""
-        cost_s, pages = item.reload_cost()
-        return self._inflation + item.uses.value * cost_s / max(pages, 1)
-
-    def evicted(self, score: float) -> None:
-        """Raise the inflation."""
-        self._inflation = max(self._inflation, score)
-
-
-def eviction_policy(name: Literal["gdsf", "lru"]) -> Lru:
-    """The policy of that name."""
-    return Lru() if name == "lru" else Gdsf()
-
-
 _HeapEntry = tuple[bool, float, int, int, Evictable]
 """Sort key and item: goes last, score, minus depth, ticket, item."""
 
@@ -133,18 +96,19 @@ _HeapEntry = tuple[bool, float, int, int, Evictable]
 class Evictor:
     """Keeps the items that can be evicted now, and evicts them. Not thread-safe: it belongs to the engine's thread.
 
+    The order is greedy-dual-size-frequency (Cherkasova, 1998): the item goes first that takes the fewest seconds per
+    page to bring back, weighted by use. The score of the last evicted item, the inflation, is added to the score of
+    each later use, so an expensive item that is no longer used is evicted in the end.
+
     Args:
         pool: Pool that gets the pages back.
-        policy: Order of eviction.
         clock: Monotonic seconds.
     """
 
-    def __init__(
-        self, pool: PagePool, policy: Lru, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pool: PagePool, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
-        self._policy = policy
         self._clock = clock
+        self._inflation = 0.0
         self._heap: list[_HeapEntry] = []
         self._offered: dict[int, tuple[_HeapEntry, int]] = {}
         """Entry and number of pages of each offered item, by the item's id. The entry keeps the item alive."""
@@ -170,7 +134,9 @@ class Evictor:
         """Allow an item to be evicted. An item that is offered already gets a new score."""
         self.withdraw(item)
         self._last_ticket += 1
-        entry = (item.evict_last, self._policy.score(item), -item.depth, self._last_ticket, item)
+        cost_s, num_pages = item.reload_cost()
+        score = self._inflation + item.uses.value * cost_s / max(num_pages, 1)
+        entry = (item.evict_last, score, -item.depth, self._last_ticket, item)
         self._offered[id(item)] = (entry, item.num_pages)
         self.num_evictable += item.num_pages
         heapq.heappush(self._heap, entry)
@@ -263,7 +229,7 @@ class Evictor:
         return chosen if lacking <= 0 else None
 
     def _evict(self, entry: _HeapEntry) -> None:
-        self._policy.evicted(entry[1])
+        self._inflation = max(self._inflation, entry[1])
         self.take(entry[4])
 
     def _is_current(self, entry: _HeapEntry) -> bool:

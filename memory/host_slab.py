@@ -13,7 +13,7 @@ import torch
 
 from manylora.config import GIB
 from manylora.errors import ConfigError
-from manylora.memory.pool import PagePool
+from manylora.memory.pool import PageKind, PagePool
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +51,29 @@ class HostSlab:
         with self._lock:
             return self._pool.num_free
 
-    def allocate(self, count: int) -> list[int] | None:
+    def counts(self) -> dict[str, int]:
+        """Pages by state, as in `PagePool.counts`."""
+        with self._lock:
+            return self._pool.counts()
+
+    def allocate(self, count: int, kind: PageKind = "adapter") -> list[int] | None:
         """Take `count` pages; if they are not free, return None and take nothing."""
         with self._lock:
-            return self._pool.allocate(count, "adapter")
+            return self._pool.allocate(count, kind)
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Give pages back.
+    def free(self, pages: Sequence[int], last_step: int = 0) -> None:
+        """Give pages back; they are free when `last_step` is complete, which is the last one to read or write them.
 
         Raises:
             PageAccountingError: If a page is not in use or named twice; then nothing was freed.
         """
         with self._lock:
-            self._pool.free(pages, 0)
+            self._pool.free(pages, last_step)
+
+    def complete(self, step: int) -> None:
+        """Note that all steps up to `step` are complete, and free the pages that waited for them."""
+        with self._lock:
+            self._pool.complete(step)
 
     def check(self) -> None:
         """Verify that every page is either free or in use.
@@ -129,31 +139,23 @@ class SwapSpace:
     """
 
     def __init__(self, slab: HostSlab, make_room: Callable[[int], bool], max_pages: int) -> None:
-        self._slab = slab
+        self.slab = slab
         self._make_room = make_room
         self._max_pages = max_pages
-        self.num_used = 0
-        """Host pages held."""
+
+    @property
+    def num_used(self) -> int:
+        """Host pages held, and those that wait for the last step that reads or writes them."""
+        return self.counts()["kv"]
 
     def take(self, count: int) -> list[int] | None:
         """Take `count` host pages; if there is no room, return None and take nothing."""
         if self.num_used + count > self._max_pages or not self._make_room(count):
             return None
-        pages = self._slab.allocate(count)
-        if pages is not None:
-            self.num_used += count
-        return pages
+        return self.slab.allocate(count, "kv")
 
     def counts(self) -> dict[str, int]:
         """Pages of the whole slab by kind: free, adapter, kv."""
-        num_free = self._slab.num_free
-        return {
-            "free": num_free,
-            "adapter": self._slab.num_pages - num_free - self.num_used,
-            "kv": self.num_used,
-        }
-
-    def free(self, pages: Sequence[int]) -> None:
-        """Free host pages. No copy may read or write them any more."""
-        self._slab.free(pages)
-        self.num_used -= len(pages)
+        counts = self.slab.counts()
+        num_kv = counts["kv"] + counts["quarantine"]
+        return {"free": counts["free"], "adapter": counts["adapter"], "kv": num_kv}

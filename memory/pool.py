@@ -31,8 +31,6 @@ class PagePool:
     Args:
         num_pages: Pages of the arena, the zero page included; at least 2.
         on_release: Called with pages when they become free (debugging fills them with poison).
-        on_first_use: Called with pages just before they are handed out for the first time. So memory that is never
-            used is never touched.
         first_page: The first page to hand out; the pages before it belong to another pool. 0 is for pools without a
             zero page, such as adapter slots; they may have no page at all.
 
@@ -45,7 +43,6 @@ class PagePool:
         num_pages: int,
         on_release: Callable[[Sequence[int]], None] | None = None,
         *,
-        on_first_use: Callable[[Sequence[int]], None] | None = None,
         first_page: int = 1,
     ) -> None:
         if first_page and not 1 <= first_page < num_pages:
@@ -55,18 +52,12 @@ class PagePool:
         self.num_pages = num_pages
         self.first_page = first_page
         self._on_release = on_release
-        self._on_first_use = on_first_use
-        self._first_unused = first_page
-        """First page that was never handed out. It and all pages behind it are at the bottom of the free list."""
         self._free = list(range(num_pages - 1, first_page - 1, -1))
         self._states = bytearray(num_pages)
         """State of each page, as an index of `PAGE_STATES`."""
         self._owners = array("i", [NO_OWNER]) * num_pages
-        self._counts: dict[str, int] = {
-            "free": self.capacity,
-            **dict.fromkeys(PAGE_KINDS, 0),
-            "quarantine": 0,
-        }
+        self.num_quarantined = 0
+        """Pages that become free when a step completes."""
         self._quarantine: list[tuple[int, int, list[int]]] = []
         self._quarantine_entries = 0
         self.completed_step = 0
@@ -82,14 +73,10 @@ class PagePool:
         """Pages that `allocate` can hand out now."""
         return len(self._free)
 
-    @property
-    def num_quarantined(self) -> int:
-        """Pages that become free when a step completes."""
-        return self._counts["quarantine"]
-
     def counts(self) -> dict[str, int]:
         """Pages by state: free, kv, prefix, adapter, quarantine. They sum to `capacity`."""
-        return dict(self._counts)
+        states = self._states[self.first_page :]
+        return {state: states.count(code) for state, code in _CODES.items()}
 
     def state(self, page: int) -> PageState:
         """State of a page."""
@@ -122,17 +109,10 @@ class PagePool:
         split = len(self._free) - count
         pages = self._free[split:][::-1]
         del self._free[split:]
-        if self._on_first_use is not None and (
-            unused := [page for page in pages if page >= self._first_unused]
-        ):
-            self._first_unused = unused[-1] + 1
-            self._on_first_use(unused)
         code = _CODES[kind]
         for page in pages:
             self._states[page] = code
             self._owners[page] = owner
-        self._counts["free"] -= count
-        self._counts[kind] += count
         return pages
 
     def change_kind(self, pages: Sequence[int], kind: PageKind) -> None:
@@ -162,6 +142,7 @@ class PagePool:
         if released:
             self._release(pages)
         elif pages:
+            self.num_quarantined += len(pages)
             self._quarantine_entries += 1
             heapq.heappush(self._quarantine, (last_step, self._quarantine_entries, list(pages)))
 
@@ -170,6 +151,7 @@ class PagePool:
         self.completed_step = max(self.completed_step, step)
         while self._quarantine and self._quarantine[0][0] <= self.completed_step:
             _, _, pages = heapq.heappop(self._quarantine)
+            self.num_quarantined -= len(pages)
             self._turn(pages, "free")
             self._release(pages)
 
@@ -177,7 +159,7 @@ class PagePool:
         """Verify that every page is in exactly one place.
 
         Raises:
-            PageAccountingError: If pages were lost or doubled, or the counters are wrong.
+            PageAccountingError: If pages were lost or doubled, or the count of quarantined ones is wrong.
         """
         quarantined = [page for _, _, pages in self._quarantine for page in pages]
         states = self._states[self.first_page :]
@@ -190,16 +172,15 @@ class PagePool:
                 raise PageAccountingError(
                     f"the {name} list has {len(pages)} entries for {len(marked)} pages"
                 )
-        actual = {state: states.count(code) for state, code in _CODES.items()}
-        if actual != self._counts:
-            raise PageAccountingError(f"page counters are {self._counts}, pages say {actual}")
+        if self.num_quarantined != len(quarantined):
+            raise PageAccountingError(
+                f"{self.num_quarantined} pages count as quarantined, {len(quarantined)} are"
+            )
 
     def _turn(self, pages: Sequence[int], state: PageState) -> None:
         code = _CODES[state]
         for page in pages:
-            self._counts[PAGE_STATES[self._states[page]]] -= 1
             self._states[page] = code
-        self._counts[state] += len(pages)
 
     def _release(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))

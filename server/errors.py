@@ -105,7 +105,7 @@ def error_response(error: ManyloraError, path: str = "") -> Response:
     return _response(status, error_body(error), headers, path)
 
 
-def from_engine(error: engine_request.RequestError) -> ManyloraError:
+def from_engine(error: engine_request.ErrorInfo) -> ManyloraError:
     """The exception for an error that the engine reported; its code says more than its class."""
     return FROM_ENGINE.get(error.kind, errors.EngineError)(error.message, code=error.code)
 

@@ -14,7 +14,7 @@ import yaml
 from api_adapters import upload
 from api_server import BASE, api
 from fake_cluster import gateway_before
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.engine.status import ResidentAdapter
 from metric_names import Series, families_of, question, series_of, wrong_with
 from operations_files import BOARDS, ROOT, RULES, alerts, boards, expressions, panels, rules
@@ -36,9 +36,7 @@ async def _page(folder: Path) -> str:
             assert (
                 await client.post("/v1/completions", json={"prompt": "x", **body})
             ).status_code == 200
-        opened.engine.refusal = RequestError(
-            kind="capacity", code="engine_overloaded", message="full"
-        )
+        opened.engine.refusal = ErrorInfo(kind="capacity", code="engine_overloaded", message="full")
         assert (
             await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
         ).status_code == 503

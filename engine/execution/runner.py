@@ -24,7 +24,7 @@ from manylora.engine.execution.sampler import RowMasks, Sampled, Sampler
 from manylora.engine.execution.step_programs import StepPrograms
 from manylora.engine.grammar.masks import StepMasks
 from manylora.engine.model.decoder import Decoder, KvViews
-from manylora.engine.request import GRAMMAR_DEAD_END, RequestError, TokenLogprobs
+from manylora.engine.request import GRAMMAR_DEAD_END, ErrorInfo, TokenLogprobs
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from manylora.errors import EngineError, PageAccountingError
 from manylora.kernels.sampling import NON_FINITE, NOTHING_LEFT
@@ -171,7 +171,7 @@ class ModelRunner:
         chunks: Sequence[Chunk],
         step: PackedStep,
         sampled: Mapping[int, Sampled],
-        failures: Mapping[int, RequestError],
+        failures: Mapping[int, ErrorInfo],
         hidden: torch.Tensor,
     ) -> list[ChunkResult]:
         results = []
@@ -272,7 +272,7 @@ def _row_masks(masks: Future[StepMasks], wanted: Sequence[int]) -> RowMasks:
     return RowMasks([row_of[place] for place in filled.chunks], filled.bits)
 
 
-def _failures(filled: StepMasks, sampled: Mapping[int, Sampled]) -> dict[int, RequestError]:
+def _failures(filled: StepMasks, sampled: Mapping[int, Sampled]) -> dict[int, ErrorInfo]:
     """Errors of grammars that allow no token, by place in the plan."""
     dead = (place for place in filled.chunks if sampled[place][0] == NOTHING_LEFT)
     return dict.fromkeys(dead, GRAMMAR_DEAD_END) | filled.failures

@@ -30,9 +30,13 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Literal
 
-from manylora.engine.fairness.inner_order import InnerOrder
-from manylora.engine.fairness.place import FairPlace
-from manylora.engine.fairness.shares import ChildRows, FairShare, Flow, charge_shares
+from manylora.engine.fairness.shares import (
+    ChildRows,
+    FairPlace,
+    FairShare,
+    Flow,
+    charge_shares,
+)
 from manylora.engine.request import FlowKey
 
 QUANTUM_TOKENS = 32
@@ -41,12 +45,12 @@ INTERACTIVE_WEIGHT = 0.95
 """Weight of lane 0."""
 BATCH_WEIGHT = 0.05
 """Weight of each other lane: a batch gets a twentieth of the service while interactive requests take the rest."""
-MAX_STOPPED_PER_ROW = 2
-"""Stopped requests per row of a step above which requests of one adapter take no more rows from each other."""
 STOPPED_FRACTION = 0.5
 """Stopped requests per row in the step above which equal shares take no more turns."""
 MIN_STOPPED = 4
 """Stopped requests up to which equal shares take turns, however small a step is."""
+_last_served = attrgetter("priority", "arrival_index")
+"""Sorts rows of one tenant: the largest makes way first."""
 
 
 class FairOrder:
@@ -54,21 +58,17 @@ class FairOrder:
 
     Args:
         policy: "fair", or "fcfs", which makes one share of all requests of a lane.
-        inner: Order of requests of one adapter of one tenant.
         quantum: Units of service; see `QUANTUM_TOKENS`.
         num_rows: Most requests in a step.
     """
 
-    def __init__(
-        self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float, num_rows: int
-    ) -> None:
-        self._num_rows = num_rows
-        self._stopped: dict[str, FairPlace] = {}
-        """Requests that had a row and want it back, by id."""
-        self._now_s = 0.0
+    def __init__(self, policy: Literal["fcfs", "fair"], quantum: float, num_rows: int) -> None:
+        self._stopped: set[FairPlace] = set()
+        """Requests that had a row and want it back."""
         self._is_fair = policy == "fair"
-        self._inner = inner
         self._quantum = quantum
+        self._credit = quantum * num_rows
+        """Units by which a share that had all it wanted may stay behind the others."""
         self.root = FairShare(None, None, 1.0, quantum, 0)
         """Root of the tree; its children are the lanes."""
         self._tickets = itertools.count(1)
@@ -76,13 +76,14 @@ class FairOrder:
         self._looked: set[str] = set()
         self._rows_by_share: dict[FairShare, ChildRows] = {}
         """Rows of the children of a share; valid until a row changes hands."""
-        self._settled: dict[FairShare, FairPlace | None] = {}
-        """By tenant: its row with the worst priority. By adapter: None if none of its rows makes way. Valid until a row
-        changes hands."""
+        self._worst_rows: dict[FairShare, FairPlace | None] = {}
+        """Row with the worst priority, by tenant; valid until a row changes hands."""
         self._num_prioritized = 0
         """Requests with a priority of their own."""
         self.num_queued = 0
         """Requests without a row."""
+        self.num_rows = 0
+        """Requests in the step."""
 
     @property
     def num_batch_rows(self) -> int:
@@ -93,13 +94,10 @@ class FairOrder:
         """Take in a request that arrives, without a row."""
         key = place.key if self._is_fair else FlowKey(lane=place.key.lane)
         lane_weight = BATCH_WEIGHT if key.lane else INTERACTIVE_WEIGHT
-        credit = self._quantum * self._num_rows
-        lane = self.root.child(FairShare, key.lane, lane_weight, credit, next(self._tickets))
-        tenant = lane.child(FairShare, key.tenant, key.weight, credit, next(self._tickets))
-        adapter = place.cost.adapter if self._is_fair else None
-        place.flow = tenant.child(Flow, adapter, 1.0, credit, next(self._tickets))
-        for share in place.flow.path:
-            share.num_alive += 1
+        lane = self.root.child(FairShare, key.lane, lane_weight, self._credit, next(self._tickets))
+        tenant = lane.child(FairShare, key.tenant, key.weight, self._credit, next(self._tickets))
+        adapter = place.adapter if self._is_fair else None
+        place.flow = tenant.child(Flow, adapter, 1.0, self._credit, next(self._tickets))
         self._num_prioritized += place.priority != 0
         self.queue(place)
 
@@ -109,17 +107,16 @@ class FairOrder:
             self._drop_row(place)
         else:
             self._unqueue(place)
-            self._stopped.pop(place.request_id, None)
+            self._stopped.discard(place)
         self._num_prioritized -= place.priority != 0
         for share in place.flow.path:
-            share.num_alive -= 1
-            if not share.num_alive and share.parent is not None:
+            if not share.num_queued and not share.rows and share.parent is not None:
                 share.parent.retire(share)
 
     def queue(self, place: FairPlace) -> None:
         """Queue a request that has no row and wants one."""
         flow = place.flow
-        place.queue_key = self._inner.key(place)
+        place.queue_key = (place.priority, not place.has_started, place.arrival_index)
         flow.push(place)
         self.num_queued += 1
         for share in flow.path:
@@ -129,11 +126,12 @@ class FairOrder:
     def start(self, place: FairPlace) -> None:
         """Give a queued request a row."""
         self._unqueue(place)
-        self._stopped.pop(place.request_id, None)
+        self._stopped.discard(place)
         flow = place.flow
         flow.in_step[place.request_id] = place
         place.has_row = True
         place.has_started = True
+        self.num_rows += 1
         self._forget_rows()
         for share in flow.path:
             share.rows += 1
@@ -145,8 +143,7 @@ class FairOrder:
         """Take the row from a request, and queue it again."""
         self._drop_row(place)
         self.queue(place)
-        place.stopped_s = self._now_s
-        self._stopped[place.request_id] = place
+        self._stopped.add(place)
 
     def charge(self, charges: Sequence[tuple[FairPlace, float]]) -> None:
         """Count the service of a step, in units, for lanes, tenants and adapters."""
@@ -158,7 +155,6 @@ class FairOrder:
             by_share[tenant] += units
             by_share[lane] += units
         charge_shares(by_share)
-        self._inner.charge(charges)
 
     def candidates(self, limit: int) -> Generator[FairPlace, None, None]:
         """Queued requests, first to be served first, at most `limit`. The caller may `start` each as it comes.
@@ -203,7 +199,7 @@ class FairOrder:
             if row is not None or not child.rows:
                 return row
             node = child
-        return self._row_within(place.flow, place)
+        return None
 
     def _row_among(self, node: FairShare, child: FairShare, place: FairPlace) -> FairPlace | None:
         """Row that a sibling of `child` gives up for it."""
@@ -231,34 +227,16 @@ class FairOrder:
 
     def _by_priority(self, node: FairShare, place: FairPlace) -> FairPlace | None:
         """Row of a tenant that makes way because the tenant ordered its own requests."""
-        if node not in self._settled:
+        if node not in self._worst_rows:
             rows = [
                 row
                 for flow in node.stepping.values()
                 if isinstance(flow, Flow)
                 for row in self._free_rows(flow)
             ]
-            self._settled[node] = max(
-                rows, key=attrgetter("priority", "arrival_index"), default=None
-            )
-        row = self._settled[node]
+            self._worst_rows[node] = max(rows, key=_last_served, default=None)
+        row = self._worst_rows[node]
         return row if row is not None and row.priority > place.priority else None
-
-    def _row_within(self, flow: Flow[FairPlace], place: FairPlace) -> FairPlace | None:
-        """Row that makes way for another request of the same adapter.
-
-        A new request takes no row while `MAX_STOPPED_PER_ROW` stopped requests per row wait to go on.
-        """
-        if flow in self._settled:
-            return None
-        row = max(self._free_rows(flow), key=self._inner.key, default=None)
-        if row is None or not self._inner.yields(row, place):
-            self._settled[flow] = None  # the requests queued behind this one get no row either
-            return None
-        is_crowded = len(self._stopped) >= MAX_STOPPED_PER_ROW * self._num_rows
-        if is_crowded and place.request_id not in self._stopped and row.priority <= place.priority:
-            return None
-        return row
 
     def is_behind(self, other: FairPlace, place: FairPlace) -> bool:
         """True if `other` must give its pages to `place`, because its share is far enough ahead."""
@@ -276,15 +254,11 @@ class FairOrder:
             num_rows = rows + (not other.has_row)
             position = share.counter + share.quantum * num_rows / share.weight
             is_behind = share is not mine and self._is_ahead(share, position, mine, rows)
-            if is_behind or (other.has_row and self._is_later(other, place)):
+            # Priorities order the requests of one tenant.
+            is_later = other.flow.parent is place.flow.parent and other.priority > place.priority
+            if is_behind or (other.has_row and is_later):
                 given[share] += other.has_row
                 yield other
-
-    def _is_later(self, row: FairPlace, place: FairPlace) -> bool:
-        """True if their tenant's own order has `row` make way for `place`."""
-        if row.flow is place.flow:
-            return self._inner.yields(row, place)
-        return row.flow.parent is place.flow.parent and row.priority > place.priority
 
     def entitlement(self, place: FairPlace) -> tuple[float, ...]:
         """Sorts requests of the step and others alike: the smallest is the most entitled to pages."""
@@ -302,14 +276,6 @@ class FairOrder:
         flow, tenant, lane = place.flow.path
         return (lane.counter, tenant.counter, flow.counter, place.arrival_index)
 
-    def tick(self, now_s: float) -> None:
-        """Let time change the inner order of requests that had a row and lost it. Comes before each plan."""
-        self._now_s = now_s
-        for place in self._inner.due(self._stopped.values(), now_s):
-            self._unqueue(place)
-            self._inner.renew(place)
-            self.queue(place)
-
     def check(self) -> set[str]:
         """Verify the counts of all shares, and return the ids of all requests; see `FairShare.check`."""
         return self.root.check()[2]
@@ -325,8 +291,7 @@ class FairOrder:
         requests count too: otherwise equal shares that lack pages would take them from each other, and each turn
         would cost loads.
         """
-        num_rows = sum(lane.rows for lane in self.root.children.values())
-        free = 1 - len(self._stopped) / max(STOPPED_FRACTION * num_rows, MIN_STOPPED)
+        free = 1 - len(self._stopped) / max(STOPPED_FRACTION * self.num_rows, MIN_STOPPED)
         return share.after + self._slack(share) / free if free > 0 else math.inf
 
     def _is_ahead(
@@ -384,6 +349,7 @@ class FairOrder:
         flow = place.flow
         del flow.in_step[place.request_id]
         place.has_row = False
+        self.num_rows -= 1
         self._forget_rows()
         for share in flow.path:
             share.rows -= 1
@@ -393,12 +359,12 @@ class FairOrder:
 
     def _forget_rows(self) -> None:
         self._rows_by_share.clear()
-        self._settled.clear()
+        self._worst_rows.clear()
 
     def _last_row(self, share: FairShare) -> FairPlace | None:
         """Request of a share that makes way first."""
         if isinstance(share, Flow):
-            return max(self._free_rows(share), key=self._inner.key, default=None)
+            return max(self._free_rows(share), key=_last_served, default=None)
         for child in sorted(share.stepping.values(), key=attrgetter("now"), reverse=True):
             row = self._last_row(child)
             if row is not None:
@@ -406,11 +372,11 @@ class FairOrder:
         return None
 
     @staticmethod
-    def _free_rows(flow: Flow[FairPlace]) -> list[FairPlace]:
+    def _free_rows(flow: Flow) -> list[FairPlace]:
         return [row for row in flow.in_step.values() if not row.is_protected]
 
 
-def _apart(flow: Flow[FairPlace], other: Flow[FairPlace]) -> tuple[FairShare, FairShare]:
+def _apart(flow: Flow, other: Flow) -> tuple[FairShare, FairShare]:
     """Shares to compare: the ancestors of both flows, or the flows themselves, that have one parent."""
     share: FairShare = flow
     sibling: FairShare = other

@@ -1,4 +1,4 @@
-"""Prices of the work of a step, in units: one unit is the time of one prompt token in a full chunk.
+"""Prices of the work of a step, and loads, in units: one unit is the time of one prompt token in a full chunk.
 
 Fair shares are counted in these units, bills never. The figures are measured at start
 (`manylora.engine.execution.costs`). The idea of a cost per kind of work: Sheng et al., "Fairness in Serving Large
@@ -7,7 +7,7 @@ Language Models" (arXiv:2401.00588).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +36,27 @@ class Prices:
     def load(self, num_pages: int | None) -> float:
         """Price of bringing an adapter to the device; 0 while its size is unknown."""
         return self.page_load * (num_pages or 0)
+
+
+# Frozen ones take three times as long to make, and there may be thousands.
+@dataclass(slots=True, kw_only=True)
+class TenantLoad:
+    """Requests and work of one tenant in the engine now."""
+
+    weight: float = 1.0
+    running: int = 0
+    """Requests with pages."""
+    paused: int = 0
+    """Requests with pages that sat out the last step."""
+    waiting: int = 0
+    """Requests without pages."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Waiting requests by reason, as in `EngineStatus.waiting_reasons`."""
+    queued: float = 0.0
+    """Units still to compute for its waiting requests, with predicted output lengths."""
+    backlog: float = 0.0
+    """Units still to compute for its waiting and running requests."""
+    rate: float = 0.0
+    """Units per second computed for it lately."""
+    service: float = 0.0
+    """Units computed for it since start."""

@@ -1,6 +1,7 @@
 """Tree of shares that the fair order keeps: lanes, tenants in them, their adapters, and the requests of these.
 
-A share counts the service that it was given and its rows in the step, and names the child that is next.
+A share counts the service that it was given and its rows in the step, and names the child that is next. A `FairPlace`
+is one request: whose it is, its expected length and cost, and its place in the tree.
 """
 
 from __future__ import annotations
@@ -8,31 +9,84 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import Generic, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
+from manylora.engine.request import FlowKey
 from manylora.errors import EngineError
 
 MAX_IDLE_SHARES = 4096
-"""If there are more idle shares than this, only those with a counter ahead of all active ones are remembered."""
-SortKey = tuple[float, ...]
-"""Position of a request in the queue of its flow: the smallest goes first. It begins with the request's priority."""
-
-
-class Queued(Protocol):
-    """Request as a flow knows it."""
-
-    request_id: str
-    priority: int
-    queue_key: SortKey
-
-
+"""Idle shares that a share remembers; of more, the one that became idle first is forgotten."""
+SortKey = tuple[int, bool, float]
+"""Position of a request in the queue of its flow: priority, started or not, arrival. The smallest goes first."""
 ShareT = TypeVar("ShareT", bound="FairShare")
-QueuedT = TypeVar("QueuedT", bound=Queued)
 _sort_key = itemgetter(0)
 """Sort key of an entry of a queue."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FairPlace:
+    """A request in the fair order, with a row in the step or queued for one; and its work, expected and charged.
+
+    Units are those of `manylora.engine.fairness.prices`.
+    """
+
+    request_id: str
+    key: FlowKey
+    """Lane, tenant and weight."""
+    arrival_index: float
+    """Counts up per engine; older means smaller. No two are the same: fractions are for beams of one search."""
+    arrived_s: float
+    adapter: str | None
+    """Digest of its adapter; None is the base model."""
+    rank: int = 0
+    """Rank of its adapter; 0 is the base model."""
+    num_prompt: int
+    """Tokens in its prompt."""
+    predicted_tokens: int = 0
+    """Output tokens that it is expected to have, from earlier answers of its tenant and adapter."""
+    priority: int = 0
+    """Lower goes first, within its tenant."""
+    load_units: float = 0.0
+    """Price of bringing its adapter to the device; 0 while the adapter's size is unknown."""
+    has_started: bool = False
+    """True if it ever had a row, or goes on from a request that had one."""
+    num_charged: int = 0
+    """Tokens that were computed at least once. To compute them again after a preemption costs the tenant nothing."""
+    owes_load: bool = field(default=False, init=False)
+    """True if its adapter is brought to the device for it, and the load is not charged yet."""
+    queued_units: float = field(default=0.0, init=False)
+    """Predicted price of the tokens still to compute, as counted when it began to wait."""
+    in_batch_lane: bool = field(init=False)
+    """True if it gives way to interactive requests."""
+    has_row: bool = field(default=False, init=False)
+    """True if it is in the step."""
+    is_protected: bool = field(default=False, init=False)
+    """True if no other request may take its row."""
+    queue_key: SortKey = field(init=False)
+    """Sort key in the queue of its flow; set when it is queued."""
+    flow: Flow = field(init=False, repr=False)
+    """Requests of its adapter and tenant; set when it enters the order."""
+
+    def __post_init__(self) -> None:
+        self.in_batch_lane = self.key.lane > 0
+
+    @property
+    def age_key(self) -> tuple[int, float]:
+        """Sorts from the oldest to the newest request, lane by lane."""
+        return self.key.lane, self.arrival_index
+
+    def fork(self, request_id: str, arrival_index: float, num_charged: int) -> FairPlace:
+        """The place of a request that goes on from this one, before it enters the order."""
+        return replace(
+            self,
+            request_id=request_id,
+            arrival_index=arrival_index,
+            num_charged=num_charged,
+            has_started=True,
+        )
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -55,8 +109,6 @@ class FairShare:
     """Its requests in the step."""
     promised: int = 0
     """Its requests that this plan has looked at and that have no row."""
-    num_alive: int = 0
-    """All its requests."""
     num_queued: int = 0
     """Its requests without a row."""
     is_closed: bool = False
@@ -116,10 +168,7 @@ class FairShare:
             self.ready.clear()
             self._touched.clear()
         elif len(self.idle) > MAX_IDLE_SHARES:
-            least = self.now_served()
-            self.idle = {key: idle for key, idle in self.idle.items() if idle.counter > least}
-            for key in list(self.idle)[: len(self.idle) - MAX_IDLE_SHARES // 2]:
-                del self.idle[key]
+            del self.idle[next(iter(self.idle))]
 
     def now_served(self) -> float:
         """Least counter of the children that have rows and want more; without these, the largest counter ever seen."""
@@ -143,8 +192,8 @@ class FairShare:
     def _check_counts(
         self, queued: int, rows: int, request_ids: set[str]
     ) -> tuple[int, int, set[str]]:
-        counted = (self.num_queued, self.rows, self.num_alive)
-        if self.parent is not None and counted != (queued, rows, queued + rows):
+        counted = (self.num_queued, self.rows)
+        if self.parent is not None and counted != (queued, rows):
             raise EngineError(
                 f"a share has {queued} requests queued and {rows} in the step, and counts {counted}"
             )
@@ -189,16 +238,16 @@ class FairShare:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Flow(FairShare, Generic[QueuedT]):
+class Flow(FairShare):
     """Requests of one adapter, or of the base, of one tenant in one lane."""
 
-    in_step: dict[str, QueuedT] = field(default_factory=dict)
+    in_step: dict[str, FairPlace] = field(default_factory=dict)
     """Requests with a row, by id."""
     cursor: int = 0
     """Number of queued requests that this plan has looked at."""
-    path: tuple[Flow[QueuedT], FairShare, FairShare] = field(init=False)
+    path: tuple[Flow, FairShare, FairShare] = field(init=False)
     """The flow, its tenant and its lane."""
-    queue: list[tuple[SortKey, QueuedT]] = field(default_factory=list)
+    queue: list[tuple[SortKey, FairPlace]] = field(default_factory=list)
     """Requests without a row, first to be served first."""
 
     def __post_init__(self) -> None:
@@ -209,24 +258,24 @@ class Flow(FairShare, Generic[QueuedT]):
 
     def check(self) -> tuple[int, int, set[str]]:
         """See `FairShare.check`."""
-        queued = [request.request_id for _, request in self.queue]
+        queued = [place.request_id for _, place in self.queue]
         return self._check_counts(len(queued), len(self.in_step), {*queued, *self.in_step})
 
-    def push(self, request: QueuedT) -> None:
+    def push(self, place: FairPlace) -> None:
         """Queue a request by its `queue_key`."""
-        index = bisect_left(self.queue, request.queue_key, key=_sort_key)
-        self.queue.insert(index, (request.queue_key, request))
+        index = bisect_left(self.queue, place.queue_key, key=_sort_key)
+        self.queue.insert(index, (place.queue_key, place))
         if index < self.cursor:
             self.cursor += 1  # it lost its row in this plan, and waits for the next
 
-    def pop(self, request: QueuedT) -> None:
+    def pop(self, place: FairPlace) -> None:
         """Take a request out of the queue."""
-        index = bisect_left(self.queue, request.queue_key, key=_sort_key)
+        index = bisect_left(self.queue, place.queue_key, key=_sort_key)
         del self.queue[index]
         if index < self.cursor:
             self.cursor -= 1
 
-    def look(self) -> QueuedT | None:
+    def look(self) -> FairPlace | None:
         """Next request that this plan has not looked at."""
         if self.cursor >= len(self.queue):
             return None

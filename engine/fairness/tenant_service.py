@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.place import FairPlace, RequestCost
-from manylora.engine.fairness.prices import Prices
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import Prices, TenantLoad
+from manylora.engine.fairness.shares import FairPlace
 
-NUM_KEPT_ENDS = 64
-MAX_RETRY_AFTER_S = 60.0
 MAX_KNOWN_TENANTS = 4096
 """More tenants than this are remembered only while they have requests."""
 RATE_HALF_LIFE_S = 1.0
@@ -85,7 +82,6 @@ class TenantService:
         self._clock = clock
         self.tenants: dict[str, _Tenant] = {}
         """Tenants with requests, and the latest ones without."""
-        self._ends_s: deque[float] = deque(maxlen=NUM_KEPT_ENDS)
         self._rate = Rate()
         self._full_rate = Rate()
         self._reported_s = 0.0
@@ -106,15 +102,13 @@ class TenantService:
         tenant.weight = place.key.weight
         tenant.num_requests += 1
 
-    def leave(self, place: FairPlace, *, is_request: bool) -> None:
-        """Count a request that leaves the engine; a beam that is not the client's request frees no place in a queue."""
+    def leave(self, place: FairPlace) -> None:
+        """Count a request that leaves the engine."""
         self.tenants[place.key.tenant].num_requests -= 1
-        if is_request:
-            self._ends_s.append(self._clock())
 
     def wait(self, place: FairPlace, units: float) -> None:
         """Count the predicted work of a request that begins to wait."""
-        place.cost.queued_units = units
+        place.queued_units = units
         tenant = self.tenants[place.key.tenant]
         tenant.queued += units
         tenant.num_waiting += 1
@@ -122,16 +116,16 @@ class TenantService:
     def stop_waiting(self, place: FairPlace) -> None:
         """Take the work of a request that waits no longer out of the queue."""
         tenant = self.tenants[place.key.tenant]
-        tenant.queued -= place.cost.queued_units
+        tenant.queued -= place.queued_units
         tenant.num_waiting -= 1
 
-    def units_left(self, cost: RequestCost, num_computed: int, num_output: int) -> float:
+    def units_left(self, place: FairPlace, num_computed: int, num_output: int) -> float:
         """Predicted price of the tokens still to compute for a request, of which it has some."""
         prices = self.prices
-        prompt = max(cost.num_prompt - max(num_computed, cost.num_charged), 0)
-        output = max(cost.predicted_tokens - num_output, 1)
-        context = cost.num_prompt + num_output + output / 2
-        return prompt * (prices.prompt + prices.prompt_context * cost.num_prompt / 2) + output * (
+        prompt = max(place.num_prompt - max(num_computed, place.num_charged), 0)
+        output = max(place.predicted_tokens - num_output, 1)
+        context = place.num_prompt + num_output + output / 2
+        return prompt * (prices.prompt + prices.prompt_context * place.num_prompt / 2) + output * (
             prices.output + prices.context * context
         )
 
@@ -143,27 +137,26 @@ class TenantService:
         A distinct adapter in the step has its price once, divided among the requests that use it.
         """
         charges: list[tuple[FairPlace, float]] = []
-        num_users = Counter([place.cost.adapter for place, _ in computed])
+        num_users = Counter([place.adapter for place, _ in computed])
         prices = self.prices
         for place, tokens in computed:
-            cost = place.cost
             num_tokens = len(tokens.token_ids)
             units = 0.0
             end = tokens.start + num_tokens
-            if end > cost.num_charged:
-                start = max(tokens.start, cost.num_charged)
-                cost.num_charged = end
+            if end > place.num_charged:
+                start = max(tokens.start, place.num_charged)
+                place.num_charged = end
                 context = (start + end) / 2
-                prompt = min(max(cost.num_prompt - start, 0), end - start)
+                prompt = min(max(place.num_prompt - start, 0), end - start)
                 units = (end - start - prompt) * (prices.output + prices.context * context)
                 if prompt:
                     units += prompt * (prices.prompt + prices.prompt_context * context)
-            if cost.owes_load:
-                cost.owes_load = False
-                units += cost.load_units
-            if cost.rank:
-                units += prices.rank * cost.rank / num_users[cost.adapter]
-            tenant = self.tenants[cost.tenant]
+            if place.owes_load:
+                place.owes_load = False
+                units += place.load_units
+            if place.rank:
+                units += prices.rank * place.rank / num_users[place.adapter]
+            tenant = self.tenants[place.key.tenant]
             tenant.tokens += num_tokens
             tenant.service += units
             charges.append((place, units))
@@ -171,10 +164,9 @@ class TenantService:
 
     def charge_load(self, place: FairPlace) -> list[tuple[FairPlace, float]]:
         """Charge the load that a request caused which leaves before it ran."""
-        cost = place.cost
-        cost.owes_load = False
-        self.tenants[cost.tenant].service += cost.load_units
-        return [(place, cost.load_units)]
+        place.owes_load = False
+        self.tenants[place.key.tenant].service += place.load_units
+        return [(place, place.load_units)]
 
     def note_step(self, units: float, seconds: float, is_full: bool) -> None:
         """Take note of a step that is done; `is_full` if requests waited for a place in it."""
@@ -193,20 +185,12 @@ class TenantService:
         busiest = sorted(self.tenants.items(), key=lambda item: -item[1].tokens)[:limit]
         return {name: tenant.tokens for name, tenant in busiest if tenant.tokens}
 
-    def loads(
-        self,
-        running: Iterable[tuple[FairPlace, float]],
-        reasons: Mapping[str, dict[str, int]],
-    ) -> dict[str, TenantLoad]:
+    def loads(self, running: Iterable[tuple[FairPlace, float]]) -> dict[str, TenantLoad]:
         """Report the load of each tenant with requests, and its rate since the last call.
 
         Args:
             running: Requests with pages, and the units still to compute for each.
-            reasons: Number of waiting requests by tenant and reason.
         """
-        by_tenant: defaultdict[str, list[tuple[FairPlace, float]]] = defaultdict(list)
-        for place, units in running:
-            by_tenant[place.key.tenant].append((place, units))
         seconds = min(self._clock() - self._reported_s, MAX_RATE_SPAN_S)
         kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
         self._reported_s = self._clock()
@@ -216,25 +200,18 @@ class TenantService:
                 tenant.rate.note_decayed(tenant.service - tenant.reported_service, seconds, kept)
             tenant.reported_service = tenant.service
             if tenant.num_requests:
-                places = by_tenant[name]
                 queued = max(tenant.queued, 0.0)
                 found[name] = TenantLoad(
                     weight=tenant.weight,
-                    running=len(places),
-                    paused=sum(not place.has_row for place, _ in places),
                     waiting=tenant.num_waiting,
-                    reasons=reasons.get(name, {}),
                     queued=queued,
-                    backlog=queued + sum(units for _, units in places),
+                    backlog=queued,
                     rate=tenant.rate.per_s,
                     service=tenant.service,
                 )
+        for place, units in running:
+            load = found[place.key.tenant]
+            load.running += 1
+            load.paused += not place.has_row
+            load.backlog += units
         return found
-
-    def retry_after_s(self, num_waiting: int) -> float:
-        """Predict in how many seconds a place in a queue is free, from the rate at which requests end."""
-        ends = self._ends_s
-        if len(ends) < 2 or ends[-1] <= ends[0]:
-            return 1.0
-        rate = (len(ends) - 1) / (ends[-1] - ends[0])
-        return min(max(num_waiting / rate, 1.0), MAX_RETRY_AFTER_S)

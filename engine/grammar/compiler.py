@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from manylora.adapters.residency.load_threads import TaskExecutor
 from manylora.engine.grammar.matcher import BYTES_PER_TOKEN, Matcher
-from manylora.engine.request import INTERNAL, GenerationRequest, RequestError, request_error
+from manylora.engine.request import INTERNAL, ErrorInfo, GenerationRequest, error_info
 from manylora.errors import ManyloraError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class _Job:
     text: str
     requests: dict[str, GenerationRequest] = field(default_factory=dict)
     """Requests that wait for it."""
-    result: Matcher | RequestError | None = None
+    result: Matcher | ErrorInfo | None = None
     """The result; None before the job ran, or if no request waited for it any more."""
     cost: int = 0
     """Upper bound of its memory in bytes."""
@@ -69,7 +69,7 @@ class Grammars:
         self.kept: OrderedDict[_Key, tuple[Matcher, int]] = OrderedDict()
         """Compiled grammars with their largest memory; the last used one is at the end."""
 
-    def ask(self, request: GenerationRequest) -> Matcher | RequestError | None:
+    def ask(self, request: GenerationRequest) -> Matcher | ErrorInfo | None:
         """Matcher of a request after its generated tokens; None if it must be compiled first, see `take_done`."""
         if request.grammar is None:
             raise ValueError("the request has no grammar")
@@ -95,7 +95,7 @@ class Grammars:
         if job is not None:
             job.requests.pop(request.request_id, None)
 
-    def take_done(self) -> Iterator[tuple[str, Matcher | RequestError]]:
+    def take_done(self) -> Iterator[tuple[str, Matcher | ErrorInfo]]:
         """Requests whose grammars were compiled since the last call, each with its matcher or its error."""
         for _ in range(len(self._done)):
             job = self._done.popleft()
@@ -155,21 +155,21 @@ class Grammars:
             self._notify()
 
 
-def _made(what: str, make: Callable[[], Matcher]) -> Matcher | RequestError:
+def _made(what: str, make: Callable[[], Matcher]) -> Matcher | ErrorInfo:
     """Make a matcher, or an error if that fails; `what` names the work in the log."""
     try:
         return make()
     except ManyloraError as error:
-        return request_error(error)
+        return error_info(error)
     except BaseException:  # a panic of llguidance is no Exception, and must end only this request
         logger.exception("%s failed", what)
         return INTERNAL
 
 
-def _started(compiled: Matcher, request: GenerationRequest) -> Matcher | RequestError:
+def _started(compiled: Matcher, request: GenerationRequest) -> Matcher | ErrorInfo:
     matcher = _made("copying a matcher", lambda: compiled.copy(request.params.stop_token_ids))
     generated = request.generated_token_ids
-    if isinstance(matcher, RequestError) or not generated or matcher.take(generated):
+    if isinstance(matcher, ErrorInfo) or not generated or matcher.take(generated):
         return matcher
     message = "The tokens that were generated already are no beginning of a text of this grammar."
-    return RequestError(code="grammar_mismatch", message=message)
+    return ErrorInfo(code="grammar_mismatch", message=message)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from manylora.engine.grammar.matcher import SLOW_S, WORD_BITS, Matcher
-from manylora.engine.request import GRAMMAR_DEAD_END, RequestError
+from manylora.engine.request import GRAMMAR_DEAD_END, ErrorInfo
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,7 +31,7 @@ class StepMasks:
     """Places of these chunks in the plan."""
     bits: torch.Tensor
     """[chunks, words], int32, on the CPU: bit t % 32 of word t // 32 is token t. The next step overwrites it."""
-    failures: dict[int, RequestError]
+    failures: dict[int, ErrorInfo]
     """Errors of chunks that can have no token, by place in the plan. Their masks allow nothing."""
 
 

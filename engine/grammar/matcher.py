@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manylora.engine.grammar.problems import grammar_problem, schema_problem
-from manylora.engine.request import GRAMMAR_TOO_COMPLEX, INTERNAL, RequestError
+from manylora.engine.request import GRAMMAR_TOO_COMPLEX, INTERNAL, ErrorInfo
 from manylora.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Matcher:
     ) -> None:
         self.parser = parser
         self.wear = wear or Wear()
-        self._error: RequestError | None = None
+        self._error: ErrorInfo | None = None
         self._num_slow = 0
         self._tokenizer = tokenizer
         self._stop_token_ids = [
@@ -183,7 +183,7 @@ class Matcher:
         """True if no more copies may be made, because the shared lexer is broken or has grown too much."""
         return self.wear.is_broken or self.wear.num_tokens >= MAX_SHARED_TOKENS
 
-    def error(self) -> RequestError | None:
+    def error(self) -> ErrorInfo | None:
         """Reason why it cannot go on; None if it can. Copies with the same lexer share it."""
         if self._error is None and self.parser.is_error():
             self._error = GRAMMAR_TOO_COMPLEX

@@ -6,14 +6,15 @@ Knows neither HTTP nor text. All methods belong to one event loop.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import zmq
@@ -30,6 +31,7 @@ from manylora.engine.process.supervisor import (
     CRASH_LOOP_LIFE_S,
     EngineConnection,
     RestartPolicy,
+    problem_during,
 )
 from manylora.engine.process.worker_process import Worker
 from manylora.engine.request import GenerationRequest, RequestOutput
@@ -38,6 +40,7 @@ from manylora.errors import EngineUnavailableError, ManyloraError
 
 logger = logging.getLogger(__name__)
 
+PAUSE = "pause"
 REQUESTS_A_ROUND = 8
 """Number of requests whose outputs are passed on in one round of the event loop."""
 
@@ -67,17 +70,14 @@ class EngineClient:
         self._clock = clock
         self._connection: EngineConnection | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._streams: dict[str, Inbox[RequestOutput | ManyloraError]] = {}
-        self._queries: dict[int, asyncio.Future[EngineStatus]] = {}
-        self._query_ids = itertools.count(1)
-        self._pinned: dict[str, AdapterRef] = {}
-        """Pinned adapters by digest, in the order of pinning."""
-        self._taken: dict[str, messages.TakeWeights] = {}
-        """Weights that are in no store, by the digest of their blob."""
-        self._weights: Counter[str] = Counter()
-        """Number of requests by the blob of their adapter."""
-        self._pause: PauseMode | None = None
-        """Pause that the engine was told to make; a restarted engine is told again."""
+        self._streams: dict[
+            str, tuple[AdapterRef | None, Inbox[RequestOutput | ManyloraError]]
+        ] = {}
+        """Adapter and outputs of each open request."""
+        self._queries: deque[asyncio.Future[EngineStatus]] = deque()
+        """Callers of `status`, in the order in which the engine answers them."""
+        self._standing: dict[str, messages.ToEngine] = {}
+        """Messages that a restarted engine gets again: pins by digest, weights by the digest of their blob, a pause."""
         self._start_s = 1.0
         self._first: EngineReady | None = None
         """Report of the first engine. Every later engine must serve the same model on the same kind of device."""
@@ -115,10 +115,8 @@ class EngineClient:
         """
         connection = self._connected()
         outputs: Inbox[RequestOutput | ManyloraError] = Inbox()
-        self._streams[request.request_id] = outputs
+        self._streams[request.request_id] = (request.adapter, outputs)
         is_over = False
-        weights = [request.adapter.weights_sha256] if request.adapter else []
-        self._weights.update(weights)
         try:
             connection.send(messages.Submit(request))
             while True:
@@ -131,8 +129,6 @@ class EngineClient:
                         return  # later items are dropped, such as the death of the engine
         finally:
             del self._streams[request.request_id]
-            self._weights.subtract(weights)
-            self._weights += Counter()  # drops counts of zero
             if not is_over:
                 self.abort(request.request_id)
 
@@ -142,7 +138,10 @@ class EngineClient:
 
     def uses(self, weights_sha256: str) -> bool:
         """True if a request that has not ended may still need to load these weights."""
-        return self._weights[weights_sha256] > 0
+        return any(
+            adapter is not None and adapter.weights_sha256 == weights_sha256
+            for adapter, _ in self._streams.values()
+        )
 
     async def status(self, *, is_detailed: bool = False) -> EngineStatus:
         """Ask for a snapshot; a detailed one has `page_map` and `batches`.
@@ -150,33 +149,28 @@ class EngineClient:
         Raises:
             EngineUnavailableError: The engine is down, or died before it answered.
         """
-        query_id = next(self._query_ids)
-        answer = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = answer
-        try:
-            self._connected().send(messages.AskStatus(query_id, is_detailed))
-            status: EngineStatus = await answer
-        finally:
-            del self._queries[query_id]
-        return status
+        self._connected().send(messages.AskStatus(is_detailed))
+        answer: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
+        self._queries.append(answer)
+        return await answer
 
     async def drop_adapter(self, digest: str) -> None:
         """Tell the engine to forget a deleted adapter. A dead engine has nothing to forget."""
-        self._pinned.pop(digest, None)
+        self._standing.pop(digest, None)
         self._tell(messages.DropAdapter(digest))
 
     async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
         """Pin or unpin an adapter; a restarted engine is told again."""
+        message = messages.PinAdapter(ref, is_pinned)
+        self._standing.pop(ref.digest, None)
         if is_pinned:
-            self._pinned[ref.digest] = ref
-        else:
-            self._pinned.pop(ref.digest, None)
-        self._tell(messages.PinAdapter(ref, is_pinned))
+            self._standing[ref.digest] = message
+        self._tell(message)
 
     @property
     def is_paused(self) -> bool:
         """True if the engine was told to pause."""
-        return self._pause is not None
+        return PAUSE in self._standing
 
     def pause(self, mode: PauseMode, *, is_ending: bool = False) -> None:
         """Pause the engine until it is resumed; `is_ending` ends all its requests with an error.
@@ -185,11 +179,11 @@ class EngineClient:
             EngineUnavailableError: The engine is down; nothing has changed.
         """
         self._connected().send(messages.Pause(mode, is_ending))
-        self._pause = mode
+        self._standing[PAUSE] = messages.Pause(mode)
 
     def resume(self) -> None:
         """Resume the engine. One that starts later is not paused."""
-        self._pause = None
+        self._standing.pop(PAUSE, None)
         self._tell(messages.Pause(None))
 
     def reset_prefix_cache(self) -> None:
@@ -207,12 +201,12 @@ class EngineClient:
             ref: A version with these weights.
             place: Place of the bytes in this process, which stays open until `drop_weights`.
         """
-        message = self._taken[ref.weights_sha256] = messages.TakeWeights(ref, place)
+        message = self._standing[ref.weights_sha256] = messages.TakeWeights(ref, place)
         self._tell(message)
 
     async def drop_weights(self, weights_sha256: str) -> None:
         """Tell the engine to forget weights that are in no store."""
-        self._taken.pop(weights_sha256, None)
+        self._standing.pop(weights_sha256, None)
         self._tell(messages.DropWeights(weights_sha256))
 
     async def close(self) -> None:
@@ -231,7 +225,7 @@ class EngineClient:
 
     def _connected(self) -> EngineConnection:
         if self._connection is None:
-            raise _copy_of(self._down)
+            raise copy.copy(self._down)
         return self._connection
 
     def _tell(self, message: messages.ToEngine) -> None:
@@ -257,12 +251,8 @@ class EngineClient:
         self._announce(f"manylora: engine ready after {self._start_s:.1f} s")
         self._connection = connection
         self.ready = first.ready
-        for taken in self._taken.values():
-            self._tell(taken)
-        for ref in self._pinned.values():
-            self._tell(messages.PinAdapter(ref, True))
-        if self._pause is not None:
-            self._tell(messages.Pause(self._pause))
+        for message in self._standing.values():
+            self._tell(message)
         return connection, first.ready
 
     def _settle_on(self, ready: EngineReady) -> None:
@@ -322,29 +312,27 @@ class EngineClient:
         self.ready = None
         self.load = None
         self._down = error
-        for outputs in self._streams.values():
-            outputs.put(_copy_of(error))
-        for answer in self._queries.values():
+        # One object raised in several tasks would join their tracebacks.
+        for _, outputs in self._streams.values():
+            outputs.put(copy.copy(error))
+        for answer in self._queries:
             if not answer.done():
-                answer.set_exception(_copy_of(error))
+                answer.set_exception(copy.copy(error))
+        self._queries.clear()
 
     async def _read_until_over(self, connection: EngineConnection) -> str:
         """Read until the engine has ended or stalls, and return what happened. A stalled process still lives."""
         reading = asyncio.create_task(self._read(connection))
-        watching = asyncio.create_task(connection.stall(StallDetector(SILENT_S, self._stuck_s())))
-        any_of: set[asyncio.Future[Any]] = {reading, watching, connection.exited}
         try:
-            await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+            problem = await problem_during(
+                reading, connection, StallDetector(SILENT_S, self._stuck_s())
+            )
             if reading.done():
                 logger.error(
                     "reading from the engine failed; it is ended", exc_info=reading.exception()
                 )
-                await connection.kill()
-            if connection.exited.done():
-                return f"ended with exit code {connection.exited.result()}"
-            return watching.result()
+            return problem or "could not be read from"
         finally:
-            watching.cancel()
             reading.cancel()
             await asyncio.wait([reading])  # it passes on the outputs that have come
 
@@ -397,20 +385,15 @@ class EngineClient:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.put(output)
+                stream[1].put(output)
 
     def _take(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Load(load=load):
                 self.load = load
-            case messages.Status(query_id=query_id, status=status):
-                answer = self._queries.get(query_id)
-                if answer is not None and not answer.done():
+            case messages.Status(status=status):
+                answer = self._queries.popleft()
+                if not answer.done():  # its caller may have been cancelled
                     answer.set_result(status)
             case _:
                 logger.error("the engine said %s out of turn", type(message).__name__)
-
-
-def _copy_of(error: EngineUnavailableError) -> EngineUnavailableError:
-    """Copy an error for each receiver: one object raised in several tasks would join their tracebacks."""
-    return EngineUnavailableError(error.message, retry_after_s=error.retry_after_s, code=error.code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from manylora.adapters.blobs.memory import MemoryPlace
@@ -65,9 +67,8 @@ class DropWeights(msgspec.Struct, frozen=True, tag="drop_weights"):
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
-    """Send a snapshot."""
+    """Send a snapshot. Snapshots come in the order in which they are asked for."""
 
-    query_id: int
     is_detailed: bool = False
     """Include `page_map` and `batches`."""
 
@@ -89,10 +90,6 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
     """The client has passed on `count` more messages of outputs. An engine that is too far ahead waits for this."""
 
     count: int
-
-
-class Close(msgspec.Struct, frozen=True, tag="close"):
-    """End the process."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -122,7 +119,6 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """The snapshot that was asked for."""
 
-    query_id: int
     status: EngineStatus
 
 
@@ -132,17 +128,25 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     load: EngineLoad
 
 
-AboutAdapter = DropAdapter | PinAdapter | TakeWeights | DropWeights
-ToEngine = Submit | Abort | AboutAdapter | AskStatus | Pause | ResetPrefixCache | Taken | Close
+ToEngine = (
+    Submit
+    | Abort
+    | DropAdapter
+    | PinAdapter
+    | TakeWeights
+    | DropWeights
+    | AskStatus
+    | Pause
+    | ResetPrefixCache
+    | Taken
+)
 FromEngine = Ready | StartFailed | Outputs | Status | Load
 
 _encoder = msgspec.msgpack.Encoder()
 
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-decode_to_engine = _to_engine.decode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
 """Decode a message from the client; raises `msgspec.DecodeError` if it is none."""
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-decode_from_engine = _from_engine.decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 """Decode a message from the engine; raises `msgspec.DecodeError` if it is none."""
 
 

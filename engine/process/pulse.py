@@ -11,8 +11,8 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LOOK_S = 0.5
 """Seconds between two beats, and between two looks. Time is counted in looks, so a time in which the client stood still
@@ -37,8 +37,7 @@ _AT_REST = "ST"
 """States of a process that waits or was stopped. A process that waits for a disk or a core may soon go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Signs:
+class Signs(NamedTuple):
     """Counts at one moment, and the operating system's state of the process."""
 
     beats: int

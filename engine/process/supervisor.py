@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import zmq
 import zmq.asyncio
 
 from manylora.config import Config
 from manylora.engine.process import messages
-from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, Pulse, StallDetector
+from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, StallDetector
 from manylora.engine.process.worker_process import Worker, start_worker
 from manylora.errors import ConfigError, EngineUnavailableError
 
@@ -32,8 +31,6 @@ CRASH_LOOP_LIFE_S = 60.0
 CRASH_LOOP_DELAY_S = 30.0
 SECOND_DELAY_S = 1.0
 
-ASKED_S = 5.0
-"""Grace period after the request to end, in seconds."""
 ENDED_INPUT_S = 7.0
 """Grace period after closing standard input, in seconds."""
 LAST_WORDS_S = 0.5
@@ -52,12 +49,12 @@ class EngineConnection:
 
     def __init__(self, config: Config, worker: Worker | None = None) -> None:
         self._config = config
-        self._worker = worker
+        self._worker = worker or start_worker()
+        self.pid = self._worker.process.pid
+        """Process id of the engine."""
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """Exit code, once the process has ended."""
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._pulse: Pulse | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="manylora-", dir=_short_folder()))
         self.address = f"ipc://{self._folder / SOCKET_NAME}"
         self._context = zmq.asyncio.Context()
@@ -70,11 +67,7 @@ class EngineConnection:
         except zmq.ZMQError:
             self._clean_up()
             raise
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the engine; None before it is started."""
-        return self._popen.pid if self._popen else None
+        threading.Thread(target=self._wait_for_exit, name="engine-wait", daemon=True).start()
 
     async def start(self) -> messages.Ready:
         """Launch the process and wait until it has loaded the model.
@@ -83,26 +76,21 @@ class EngineConnection:
             ConfigError: A setting is wrong.
             EngineUnavailableError: It ended or stalled before it was ready.
         """
-        self._start_process()
+        launch = messages.Launch(self._config, self.address, self._worker.pulse_fd)
+        with suppress(BrokenPipeError):  # it died at once; its exit code tells that
+            self._input.write(messages.encode_launch(launch))
+            self._input.flush()
         receiving = asyncio.ensure_future(self.receive())
-        watching = asyncio.ensure_future(self.stall(StallDetector(SILENT_START_S, inf)))
-        any_of: set[asyncio.Future[Any]] = {receiving, watching, self.exited}
         try:
-            await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
-            if not receiving.done() and watching.done():
-                raise EngineUnavailableError(
-                    f"The engine process {watching.result()} while starting."
-                )
+            problem = await problem_during(receiving, self, StallDetector(SILENT_START_S, inf))
+            await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
             if not receiving.done():
                 raise EngineUnavailableError(
-                    f"The engine process ended while starting, with exit code {self.exited.result()}; its log says why."
+                    f"The engine process {problem} while starting; its log says why."
                 )
             first = receiving.result()
         finally:
             receiving.cancel()
-            watching.cancel()
         if isinstance(first, messages.StartFailed):
             kind = ConfigError if first.is_setting else EngineUnavailableError
             raise kind(first.message, code=first.code, param=first.param)
@@ -117,8 +105,7 @@ class EngineConnection:
         problem = None
         while problem is None:
             await asyncio.sleep(LOOK_S)
-            if self._popen is not None and self._pulse is not None:
-                problem = detector.problem(self._pulse.signs(self._popen.pid))
+            problem = detector.problem(self._worker.pulse.signs(self.pid))
         return problem
 
     async def receive(self) -> messages.FromEngine:
@@ -149,57 +136,54 @@ class EngineConnection:
             raise EngineUnavailableError("The engine is gone; it is being restarted.")
 
     async def close(self) -> None:
-        """Ask the process to end, then close its input, then kill it. Returns when it is gone."""
+        """Close the input of the process, which ends it, or else kill it. Returns when it is gone."""
         try:
-            if not self.exited.done():
-                with suppress(EngineUnavailableError):
-                    self.send(messages.Close())
-                    await asyncio.wait({self.exited}, timeout=ASKED_S)
-                self._end_input()
-                await asyncio.wait({self.exited}, timeout=ENDED_INPUT_S)
+            self._end_input()
+            await asyncio.wait({self.exited}, timeout=ENDED_INPUT_S)
         finally:
             await self.kill()
 
     async def kill(self) -> None:
         """End the process now if it still lives, and remove its files."""
-        if self._popen is not None and not self.exited.done():
-            self._popen.kill()
+        if not self.exited.done():
+            self._worker.process.kill()
             await asyncio.shield(self.exited)
         self._clean_up()
 
-    def _start_process(self) -> None:
-        worker = self._worker or start_worker()
-        popen = worker.process
-        self._pulse = worker.pulse
-        self._popen = popen
-        threading.Thread(
-            target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True
-        ).start()
-        if popen.stdin is not None:
-            with suppress(BrokenPipeError):  # it died at once; its exit code tells that
-                popen.stdin.write(
-                    messages.encode_launch(
-                        messages.Launch(self._config, self.address, worker.pulse_fd)
-                    )
-                )
-                popen.stdin.flush()
-
-    def _wait_for_exit(self, popen: subprocess.Popen[bytes]) -> None:
-        code = popen.wait()
+    def _wait_for_exit(self) -> None:
+        code = self._worker.process.wait()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.exited.set_result, code)
 
+    @property
+    def _input(self) -> IO[bytes]:
+        return cast("IO[bytes]", self._worker.process.stdin)
+
     def _end_input(self) -> None:
         """Close the standard input of the process, so that it ends softly within seconds."""
-        if self._popen is not None and self._popen.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._popen.stdin.close()
+        with suppress(BrokenPipeError):
+            self._input.close()
 
     def _clean_up(self) -> None:
         """Remove the files of an ended process."""
         self._context.destroy(linger=0)
         self._end_input()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def problem_during(
+    reading: asyncio.Future[Any], connection: EngineConnection, detector: StallDetector
+) -> str | None:
+    """Wait for the end of `reading`, and return None; or say what happened if the process ends or stalls before."""
+    watching = asyncio.ensure_future(connection.stall(detector))
+    any_of: set[asyncio.Future[Any]] = {reading, watching, connection.exited}
+    try:
+        await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+        if connection.exited.done():
+            return f"ended with exit code {connection.exited.result()}"
+        return None if reading.done() else watching.result()
+    finally:
+        watching.cancel()
 
 
 class RestartPolicy:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,32 +28,28 @@ from manylora.engine.core import EngineCore
 from manylora.engine.execution.memory_plan import format_plan
 from manylora.engine.process import messages
 from manylora.engine.process.pulse import Heart, Pulse
-from manylora.engine.request import GenerationRequest, RequestOutput, request_error
+from manylora.engine.request import GenerationRequest, RequestOutput, error_info
 from manylora.errors import ConfigError, ManyloraError
 
 
 class Wakeup:
-    """A pipe that wakes the poll of the same process."""
+    """A count that wakes the poll of the same process."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
         """Descriptor to poll for reading."""
-        return self._reader
+        return self._fd
 
     def wake(self) -> None:
         """Make the descriptor readable. Any thread may call it."""
-        with suppress(BlockingIOError):  # the pipe is full of wakeups already
-            os.write(self._writer, b"\0")
+        os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
         """Drop all wakeups so far."""
         with suppress(BlockingIOError):
-            while os.read(self._reader, 4096):
-                pass
+            os.eventfd_read(self._fd)
 
 
 logger = logging.getLogger("manylora.engine")
@@ -91,29 +88,46 @@ class EngineLoop:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self.wakeup.fileno(), zmq.POLLIN)
-        self._is_open = True
         self._next_load_s = 0.0
         self._is_idle_reported = True
         self._num_ahead = 0
         """Number of messages of outputs that the client has not passed on."""
         self._num_rounds = 0
+        self._refusals: list[RequestOutput] = []
+        """Refusals of the requests that came in this round."""
+        self._actions: dict[type[messages.ToEngine], Callable[..., None]] = {
+            messages.Submit: self._submit,
+            messages.Abort: self.core.abort,
+            messages.AskStatus: self._send_status,
+            messages.Pause: self.core.pause,
+            messages.ResetPrefixCache: self.core.reset_prefix_cache,
+            messages.Taken: self._note_taken,
+            messages.DropAdapter: self.core.residency.forget,
+            messages.PinAdapter: self.core.residency.pin,
+            messages.TakeWeights: self._take_weights,
+            messages.DropWeights: self.memory.delete,
+        }
+        """Actions by message; each takes the fields of its message."""
 
     def turns(self) -> int:
         """Number of turns: rounds, and compiled kernels that a step waited for. Any thread may ask."""
         return self._num_rounds + self.core.num_compiles
 
     def run(self) -> None:
-        """Serve until the client ends it or is gone."""
+        """Serve until the client closes the standard input, or is gone."""
         timeout_ms = 0
         while True:
             self._num_rounds += 1
             self._poller.poll(timeout_ms)
             self.wakeup.clear()
-            refusals = self._read()
-            if not self._is_open or self.parent_gone.is_set():
+            self._read()
+            if self.parent_gone.is_set():
                 return
             steps_before = self.core.num_steps
-            outputs = refusals if self._is_too_far_ahead() else refusals + self.core.pump()
+            outputs = self._refusals
+            self._refusals = []
+            if not self._is_too_far_ahead():
+                outputs += self.core.pump()
             if outputs:
                 self._send(messages.Outputs(outputs=outputs))
                 self._num_ahead += 1
@@ -134,65 +148,33 @@ class EngineLoop:
             self._next_load_s = now_s + LOAD_PERIOD_S
         self._is_idle_reported = not has_work
 
-    def _read(self) -> list[RequestOutput]:
-        """Act on all messages that have come, and return the refusals."""
-        refusals: list[RequestOutput] = []
-        while self._is_open:
+    def _read(self) -> None:
+        """Act on all messages that have come."""
+        while True:
             try:
                 message = messages.decode_to_engine(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
-                break
+                return
             except (msgspec.DecodeError, ManyloraError):
                 logger.exception("a message could not be read and was passed over")
                 continue
-            refusal = self._act(message)
-            if refusal is not None:
-                refusals.append(refusal)
-        return refusals
+            self._actions[type(message)](*msgspec.structs.astuple(message))
 
-    def _act(self, message: messages.ToEngine) -> RequestOutput | None:
-        match message:
-            case messages.Submit(request=request):
-                return self._submit(request)
-            case messages.Abort(request_id=request_id):
-                self.core.abort(request_id)
-            case messages.AskStatus(query_id=query_id, is_detailed=is_detailed):
-                self._send(
-                    messages.Status(
-                        query_id=query_id, status=self.core.status(is_detailed=is_detailed)
-                    )
-                )
-            case messages.Pause(mode=mode, is_ending=is_ending):
-                self.core.pause(mode, is_ending=is_ending)
-            case messages.ResetPrefixCache():
-                self.core.reset_prefix_cache()
-            case messages.Taken(count=count):
-                self._num_ahead -= count
-            case messages.Close():
-                self._is_open = False
-            case _:
-                self._act_on_adapter(message)
-        return None
-
-    def _act_on_adapter(self, message: messages.AboutAdapter) -> None:
-        match message:
-            case messages.DropAdapter(digest=digest):
-                self.core.residency.forget(digest)
-            case messages.PinAdapter(ref=ref, is_pinned=is_pinned):
-                self.core.residency.pin(ref, is_pinned)
-            case messages.TakeWeights(ref=ref, place=place):
-                self._take_weights(ref, place)
-            case messages.DropWeights(weights_sha256=weights_sha256):
-                self.memory.delete(weights_sha256)
-
-    def _submit(self, request: GenerationRequest) -> RequestOutput | None:
+    def _submit(self, request: GenerationRequest) -> None:
         try:
             self.core.submit(request)
         except ManyloraError as error:
-            return RequestOutput(
-                request_id=request.request_id, finish_reason="error", error=request_error(error)
+            self._refusals.append(
+                RequestOutput(
+                    request_id=request.request_id, finish_reason="error", error=error_info(error)
+                )
             )
-        return None
+
+    def _send_status(self, is_detailed: bool) -> None:
+        self._send(messages.Status(self.core.status(is_detailed=is_detailed)))
+
+    def _note_taken(self, count: int) -> None:
+        self._num_ahead -= count
 
     def _take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora.config import environment
 from manylora.engine.process.pulse import Pulse
@@ -20,8 +20,7 @@ KEPT_FROM_ENGINE = frozenset(
 """Environment variables that the engine does not get, because it does not need them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(NamedTuple):
     """An engine process that waits for its launch on standard input, and ends when standard input ends."""
 
     process: subprocess.Popen[bytes]

@@ -110,16 +110,15 @@ class Chunks:
         """Tokens and units besides those of the rows that decode."""
         table = self._table
         if not self._is_bounded:
-            return self._budget.tokens(
-                table.num_rows - sum(state.place.has_row for state in table.prefilling)
-            ), math.inf
+            num_prefilling = sum(state.place.has_row for state in table.prefilling)
+            return self._budget.max_tokens - (table.num_rows - num_prefilling), math.inf
         decoding = [
             state
             for state in table.rows()
             if not state.place.in_batch_lane and state not in table.prefilling
         ]
         units = sum(self._price(state) for state in decoding) if self._budget.has_target else 0.0
-        return self._budget.tokens(len(decoding)), self._budget.units(units)
+        return self._budget.max_tokens - len(decoding), self._budget.units(units)
 
     def _left_for_batch(
         self, rows: list[RequestState], units: float, has_interactive: bool

@@ -9,12 +9,10 @@ request is computed again from there.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal, NamedTuple
 
-from manylora.engine.model.rope_spec import RopeSpec
 from manylora.engine.request import GenerationRequest
 from manylora.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
 from manylora.engine.scheduling.request_limits import kv_tokens
@@ -27,33 +25,15 @@ from manylora.memory.host_slab import SwapSpace
 from manylora.memory.pool import NO_OWNER, PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
-PrefixSeed = Callable[[GenerationRequest], bytes]
 
+def prefix_seed(request: GenerationRequest) -> bytes:
+    """Seed of a request's chain of blocks: all that its blocks depend on besides tokens, and the tenant.
 
-def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
-    """A function from a request to the seed of its chain of blocks.
-
-    Two requests share cached blocks only within one tenant, and only if the same weights compute them in the same way.
-
-    Args:
-        base_digest: The base model.
-        kv_dtype: Dtypes in which keys and values are computed and stored.
-        rope: The rotary embedding in them.
+    The cache lives as long as its engine, so base, formats of numbers and rotary embedding are the same for all blocks.
+    An adapter's digest is of its weights and of its config.
     """
-    rope_settings = json.dumps(asdict(rope), sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-    def seed(request: GenerationRequest) -> bytes:
-        adapter = request.adapter
-        # The adapter's digest is of its weights and of its config.
-        return chain_seed(
-            request.flow.tenant,
-            base_digest,
-            "" if adapter is None else adapter.digest,
-            kv_dtype,
-            rope_settings,
-        )
-
-    return seed
+    adapter = request.adapter
+    return chain_seed(request.flow.tenant, "" if adapter is None else adapter.digest)
 
 
 Preemption = Literal["swap", "recompute"]
@@ -62,8 +42,7 @@ MAX_NAMED_TOKENS = 32_768
 """Tokens whose blocks are named in one plan for requests that wait, some 20 ms; one request may have more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixHit:
+class PrefixHit(NamedTuple):
     """Part of a waiting request's KV cache that need not be computed."""
 
     blocks: Sequence[PrefixBlock]
@@ -92,19 +71,14 @@ class KvPages:
     """Host memory of preempted requests."""
     costs: PageCosts
     """Decide between swapping and computing again."""
-    prefix_seed: PrefixSeed
-    """Makes the seed of a request's chain: all that its blocks depend on besides tokens, and the tenant."""
     is_sharing: bool = True
     """False publishes nothing and finds nothing."""
-    _leaving_host: list[tuple[int, list[int]]] = field(default_factory=list, init=False)
-    """(step, host pages): free when that step is complete."""
     _num_named: int = field(default=0, init=False)
     """Tokens named in this plan."""
 
     def begin_plan(self) -> None:
         """Note that a plan is begun."""
         self._num_named = 0
-        self.note_complete()
 
     def may_look_up(self, state: RequestState) -> bool:
         """True if this plan has time left to name the blocks of a waiting request."""
@@ -165,7 +139,7 @@ class KvPages:
             and not state.output_token_ids
             and not state.first_output.keeps_prompt_logprobs
             and leader.request.prompt_token_ids == state.request.prompt_token_ids
-            and self.prefix_seed(leader.request) == self.prefix_seed(state.request)
+            and prefix_seed(leader.request) == prefix_seed(state.request)
         )
 
     def prefix_hit(self, state: RequestState) -> PrefixHit:
@@ -220,7 +194,7 @@ class KvPages:
         draft.plan.zero_pages += own[filled:]
         if pages.swapped is not None:
             # Its host pages are read in this step, or of no use any more.
-            self._leaving_host.append((draft.plan.step, pages.swapped.host_pages))
+            self.swap.slab.free(pages.swapped.host_pages, draft.plan.step)
             pages.swapped = None
         pages.num_computed = hit.num_tokens
         pages.last_step = draft.plan.step
@@ -281,17 +255,12 @@ class KvPages:
         swapped = state.pages.swapped
         if swapped is not None:
             state.pages.swapped = None
-            self._leaving_host.append((swapped.step, swapped.host_pages))
-            self.note_complete()
+            self.swap.slab.free(swapped.host_pages, swapped.step)
 
-    def note_complete(self) -> None:
-        """Free host pages that no step reads or writes any more."""
-        for step, host_pages in self._leaving_host:
-            if step <= self.pool.completed_step:
-                self.swap.free(host_pages)
-        self._leaving_host = [
-            entry for entry in self._leaving_host if entry[0] > self.pool.completed_step
-        ]
+    def complete(self, step: int) -> None:
+        """Note that a step is complete; pages of device and host that it read may be used again."""
+        self.pool.complete(step)
+        self.swap.slab.complete(step)
 
     def check(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> None:
         """Verify that pages, references and host pages are those of the requests.
@@ -302,7 +271,7 @@ class KvPages:
         """
         holders = [state.pages.held for state in running]
         pages = [page for state in running for page in state.pages.own_pages()]
-        host_pages = [page for _, leaving in self._leaving_host for page in leaving]
+        host_pages: list[int] = []
         for state in waiting:
             if state.pages.held or state.pages.table.num_blocks:
                 raise EngineError("a waiting request holds device pages")
@@ -320,7 +289,7 @@ class KvPages:
             raise PageAccountingError(
                 f"requests hold {len(pages)} KV pages, the pool says {self.pool.counts()}"
             )
-        num_swapped = self.swap.num_used
+        num_swapped = self.swap.slab.counts()["kv"]
         if len(set(host_pages)) != len(host_pages) or len(host_pages) != num_swapped:
             raise PageAccountingError(
                 f"requests hold {len(host_pages)} host pages, the swap space says {num_swapped}"
@@ -360,7 +329,7 @@ class KvPages:
         pages = state.pages
         page_tokens = self.geometry.page_tokens
         if pages.chain is None:
-            pages.chain = TokenChain(self.prefix_seed(state.request), page_tokens)
+            pages.chain = TokenChain(prefix_seed(state.request), page_tokens)
         if num_blocks > len(pages.chain.blocks):
             pages.chain.extend(state.tokens(pages.chain.num_tokens, num_blocks * page_tokens))
         return pages.chain

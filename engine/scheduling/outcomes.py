@@ -6,8 +6,8 @@ from typing import Literal
 
 from manylora.engine.request import (
     NON_FINITE,
+    ErrorInfo,
     FinishReason,
-    RequestError,
     RequestOutput,
     TokenLogprobs,
 )
@@ -45,9 +45,7 @@ class Outcomes:
         outputs, self._outbox = self._outbox, []
         return outputs
 
-    def finish(
-        self, request_id: str, reason: FinishReason, error: RequestError | None = None
-    ) -> None:
+    def finish(self, request_id: str, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """End a request, whatever its state; unknown and finished ids are fine. A beam ends with its whole search."""
         state = self._table.requests.get(request_id)
         search_id = (
@@ -138,10 +136,10 @@ def _output(
 
 
 def _ended(
-    state: RequestState, reason: FinishReason, error: RequestError | None = None
+    state: RequestState, reason: FinishReason, error: ErrorInfo | None = None
 ) -> RequestOutput:
     """Last output of a request that ends without a token."""
-    num_computed = max(state.place.cost.num_charged, state.cursor.num_complete)
+    num_computed = max(state.place.num_charged, state.cursor.num_complete)
     output = RequestOutput(
         request_id=state.request_id,
         prompt_logprobs=_prompt_logprobs(state) if reason == "length" else None,

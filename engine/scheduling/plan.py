@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.request import RequestError, TokenLogprobs
+from manylora.engine.request import ErrorInfo, TokenLogprobs
 from manylora.engine.sampling_params import SamplingParams
 
 
@@ -63,8 +64,7 @@ class Chunk:
     is a 0 then, because the token is not known yet. None: `token_ids` has the tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageMove:
+class PageMove(NamedTuple):
     """A page that goes between device and host, whole."""
 
     device_page: int
@@ -73,8 +73,7 @@ class PageMove:
     """In the host slab."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """A page of the arena that is copied to another, whole."""
 
     source: int
@@ -129,7 +128,7 @@ class ChunkResult:
     """One per entry of `prompt_targets`."""
     is_non_finite: bool = False
     """True if the model's scores were NaN or overflowed, which ends the request."""
-    failure: RequestError | None = None
+    failure: ErrorInfo | None = None
     """Error that says why its grammar leaves no token, which ends the request too."""
 
 

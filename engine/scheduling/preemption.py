@@ -73,7 +73,7 @@ class Preemption:
         if is_over and _may_preempt(state, draft):
             self.preempt(state, draft)
         else:
-            self._table.pause(state)
+            self._order.stop(state.place)
 
     def grow(self, state: RequestState, num_tokens: int, draft: PlanBuilder) -> bool:
         """Give a request with a row pages for `num_tokens` tokens, if need be from what is idle and less entitled.
@@ -193,8 +193,8 @@ class Preemption:
             if len(list(self._order.yielding(state.place, group))) == len(group):
                 for victim in running:
                     self.preempt(victim, draft)
-                self._waiting.release_holds(digest)
                 draft.leaving_adapter = digest
+                self._waiting.drop_holds(lambda each: each.adapter.digest != draft.leaving_adapter)
                 return
 
     def _less_entitled(self, state: RequestState, draft: PlanBuilder) -> RequestState | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from manylora.memory.block_table import BlockTable
 from manylora.memory.geometry import PageGeometry
 from manylora.memory.prefix_cache import PrefixBlock, TokenChain
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedBlocks:
+class SwappedBlocks(NamedTuple):
     """KV cache of a preempted request, from some block on, in host memory."""
 
     first_block: int

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.fairness.place import FairPlace
-from manylora.engine.request import GenerationRequest, TokenLogprobs
-from manylora.engine.scheduling.first_output import FirstOutput
+from manylora.engine.fairness.shares import FairPlace
+from manylora.engine.request import AdapterState, GenerationRequest, RequestOutput, TokenLogprobs
 from manylora.engine.scheduling.plan import Chunk
 from manylora.engine.scheduling.request_limits import kv_tokens
 from manylora.engine.scheduling.request_pages import RequestPages
@@ -34,6 +34,38 @@ class AdapterHold:
     """The slot that the request uses while it runs."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class FirstOutput:
+    """Facts that only the first output of a request tells, and log-probabilities of its prompt, until it is sent."""
+
+    adapter_state: AdapterState
+    """State of the adapter on arrival."""
+    keeps_prompt_logprobs: bool
+    """True while log-probabilities of the prompt are to be sent: then every token of it is to be computed."""
+    queue_s: float | None = None
+    """Seconds from arrival to the first step."""
+    num_cached: int = field(default=0, init=False)
+    """Prompt tokens that the request found in the prefix cache when it first started."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    is_sent: bool = field(default=False, init=False)
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Log-probabilities of the prompt, to be sent now; None where nobody asked for them, or they are sent."""
+        if not self.keeps_prompt_logprobs:
+            return None
+        self.keeps_prompt_logprobs = False
+        return [None, *self.prompt_logprobs]
+
+    def mark(self, *outputs: RequestOutput) -> None:
+        """Add the facts to the first output; from the second call on add nothing. *Mutates* the outputs."""
+        if not self.is_sent:
+            self.is_sent = True
+            for output in outputs:
+                output.adapter_state = self.adapter_state
+                output.queue_s = self.queue_s
+                output.cached_tokens = self.num_cached
+
+
 @dataclass(slots=True, kw_only=True)
 class Beam:
     """One beam of a beam search."""
@@ -48,8 +80,7 @@ class Beam:
     """Candidates for the next token. While they are there, the beam waits for the results of the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkSource:
+class ForkSource(NamedTuple):
     """Request whose pages another one will share."""
 
     leader: RequestState
@@ -131,14 +162,20 @@ class RequestState:
         return self.num_tokens - self.pages.num_computed
 
     @property
+    def expires_s(self) -> float:
+        """Second by which it must start."""
+        deadline_s = self.request.flow.deadline_s
+        return math.inf if deadline_s is None else self.place.arrived_s + deadline_s
+
+    @property
+    def is_parked(self) -> bool:
+        """True if it waits for its grammar to be compiled, and the fair order does not know it yet."""
+        return self.waiting_reason == "GRAMMAR"
+
+    @property
     def is_idle(self) -> bool:
         """True if it has nothing to compute until the other beams of its search have their results."""
         return self.beam is not None and self.beam.result is not None
-
-    @property
-    def is_beam_fork(self) -> bool:
-        """True if it goes on from another beam, and not from a client's request."""
-        return self.beam is not None and self.beam.search_id != self.request_id
 
     @property
     def tokens_to_reserve(self) -> int:

@@ -5,9 +5,8 @@ Other modules decide when a request moves from one state to another. This one up
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from manylora.adapters.residency.residency import Residency
@@ -19,42 +18,6 @@ from manylora.errors import EngineError
 
 MAX_BYPASSES = 16
 """Steps in which others may be admitted past a request that lacks pages."""
-SPARE_ENTRIES = 64
-"""Entries of requests that started or ended may be as many as there are requests, and this many more."""
-
-
-class Deadlines:
-    """Seconds by which requests must start.
-
-    Args:
-        requests: Requests that live, by id.
-    """
-
-    def __init__(self, requests: Mapping[str, RequestState]) -> None:
-        self._requests = requests
-        self._heap: list[tuple[float, float, str]] = []
-        """(second, arrival, request)."""
-
-    def add(self, state: RequestState, expires_s: float) -> None:
-        """Take note of a request that is to start by a second."""
-        heapq.heappush(self._heap, (expires_s, state.place.arrival_index, state.request_id))
-        if len(self._heap) > 2 * len(self._requests) + SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if self._awaits(entry) is not None]
-            heapq.heapify(self._heap)
-
-    def take_expired(self, now_s: float) -> Iterator[RequestState]:
-        """Requests that were to start by now and never did, each once."""
-        while self._heap and self._heap[0][0] <= now_s:
-            state = self._awaits(heapq.heappop(self._heap))
-            if state is not None:
-                yield state
-
-    def _awaits(self, entry: tuple[float, float, str]) -> RequestState | None:
-        """Request that is still to start by a deadline."""
-        state = self._requests.get(entry[2])
-        if state is None or state.place.arrival_index != entry[1] or state.place.has_started:
-            return None
-        return state
 
 
 class WaitingQueue:
@@ -115,7 +78,7 @@ class WaitingQueue:
         ref = state.request.adapter
         if not state.adapter.is_holding and ref is not None:
             if ref.digest not in self._holders and self._residency.state(ref.digest) != "device":
-                state.place.cost.owes_load = True
+                state.place.owes_load = True
             self._residency.hold(ref)
             state.adapter.is_holding = True
             self._holders.setdefault(ref.digest, {})[state.request_id] = state
@@ -124,18 +87,13 @@ class WaitingQueue:
         """Requests that hold an adapter."""
         return list(self._holders.get(digest, {}).values())
 
-    def release_holds(self, digest: str) -> None:
-        """Drop the holds on one adapter."""
-        for state in self.holders_of(digest):
-            self._unhold(state)
-
     def pass_load_on(self, state: RequestState) -> bool:
         """Have another request that holds the same adapter be charged for its load; False where there is none."""
         holders = self.holders_of(state.adapter.digest or "")
         heir = next((other for other in holders if other is not state), None)
         if heir is not None:
-            state.place.cost.owes_load = False
-            heir.place.cost.owes_load = True
+            state.place.owes_load = False
+            heir.place.owes_load = True
         return heir is not None
 
     def yield_hold(self) -> bool:
@@ -204,10 +162,6 @@ class RequestTable:
         """Requests without pages."""
         self.running: list[RequestState] = []
         """Requests with pages, in the step or paused."""
-        self.paused: set[RequestState] = set()
-        """Requests with pages and without a row."""
-        self.parked: dict[str, RequestState] = {}
-        """Waiting requests whose grammars are being compiled: the fair order does not know them yet."""
         self.num_dependent = 0
         """Requests whose chunks may need results of the chunks before them."""
         self.prefilling: set[RequestState] = set()
@@ -220,7 +174,7 @@ class RequestTable:
     @property
     def num_rows(self) -> int:
         """Requests in the step."""
-        return len(self.requests) - len(self.parked) - self.order.num_queued
+        return self.order.num_rows
 
     @property
     def has_free_row(self) -> bool:
@@ -231,10 +185,15 @@ class RequestTable:
         """Requests in the step."""
         return [state for state in self.running if state.place.has_row]
 
+    @property
+    def paused(self) -> list[RequestState]:
+        """Requests with pages and without a row."""
+        return [state for state in self.running if not state.place.has_row]
+
     def units_left(self, state: RequestState) -> float:
         """Predicted price of the tokens that are still to be computed for a request."""
         return self.service.units_left(
-            state.place.cost, state.pages.num_computed, len(state.output_token_ids)
+            state.place, state.pages.num_computed, len(state.output_token_ids)
         )
 
     def enter(self, state: RequestState, *, is_parked: bool = False) -> None:
@@ -243,7 +202,6 @@ class RequestTable:
         self.num_dependent += state.may_need_results
         self.service.arrive(state.place)
         if is_parked:
-            self.parked[state.request_id] = state
             state.waiting_reason = "GRAMMAR"
         else:
             self.order.enter(state.place)
@@ -251,7 +209,6 @@ class RequestTable:
 
     def unpark(self, state: RequestState) -> None:
         """Let a parked request have a row from now on."""
-        del self.parked[state.request_id]
         state.waiting_reason = "NEW"
         self.order.enter(state.place)
         self.waiting.has_changed = True
@@ -276,16 +233,6 @@ class RequestTable:
             state.place.is_protected = True
             self._protected.add(state)
 
-    def pause(self, state: RequestState) -> None:
-        """Take the row from a request, which keeps its pages."""
-        self.order.stop(state.place)
-        self.paused.add(state)
-
-    def resume(self, state: RequestState) -> None:
-        """Give a row to a paused request."""
-        self.order.start(state.place)
-        self.paused.discard(state)
-
     def note_progress(self) -> None:
         """Take note that chunks were planned, after which requests may be past their prompts, or past protection."""
         if self.prefilling:
@@ -309,7 +256,7 @@ class RequestTable:
         del self.requests[state.request_id]
         self.num_dependent -= state.may_need_results
         self._charge_load(state)
-        if self.parked.pop(state.request_id, None) is None:
+        if not state.is_parked:
             self.order.leave(state.place)
         if state.status == "waiting":
             self.waiting.remove(state)
@@ -319,7 +266,7 @@ class RequestTable:
             self._stop_running(state)
             self.kv.free(state, state.pages.last_step)
             self.release_lease(state)  # only now: cached blocks of an adapter go with it
-        self.service.leave(state.place, is_request=not state.is_beam_fork)
+        self.service.leave(state.place)
 
     def release_lease(self, state: RequestState) -> None:
         """Give the running reference to its adapter back, if it has one."""
@@ -349,10 +296,8 @@ class RequestTable:
         waiting = {state.request_id for state in self.waiting}
         if running & waiting or running | waiting != self.requests.keys():
             raise EngineError("a request is not in exactly one of waiting and running")
-        if (
-            self.order.check() != self.requests.keys() - self.parked.keys()
-            or self.num_rows > self.max_rows
-        ):
+        in_order = {key for key, state in self.requests.items() if not state.is_parked}
+        if self.order.check() != in_order or self.num_rows > self.max_rows:
             raise EngineError("the fair order has other requests, or more rows than a step")
         if any(
             state.cursor.num_coming > len(state.cursor.in_flight)
@@ -381,14 +326,13 @@ class RequestTable:
     def _charge_load(self, state: RequestState) -> None:
         """Charge the load that a request caused which ends before it ran with the adapter."""
         digest = state.adapter.digest
-        if not state.place.cost.owes_load or digest is None or self.waiting.pass_load_on(state):
+        if not state.place.owes_load or digest is None or self.waiting.pass_load_on(state):
             return
         if self.residency.state(digest) == "device":
             self.order.charge(self.service.charge_load(state.place))
 
     def _stop_running(self, state: RequestState) -> None:
         self.running.remove(state)
-        self.paused.discard(state)
         self.prefilling.discard(state)
         self._unprotect(state)
 

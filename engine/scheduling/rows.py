@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manylora.engine.request import FinishReason, RequestError, request_error
+from manylora.engine.request import ErrorInfo, FinishReason, error_info
 from manylora.engine.scheduling.kv_pages import PrefixHit
 from manylora.engine.scheduling.plan import PlanBuilder
 from manylora.engine.scheduling.preemption import Preemption
@@ -38,7 +38,7 @@ class Rows:
     """Takes pages and rows from others."""
     clock: Callable[[], float]
     """Monotonic seconds."""
-    finish: Callable[[str, FinishReason, RequestError], None]
+    finish: Callable[[str, FinishReason, ErrorInfo], None]
     """Ends a request that can never be served."""
     is_draining: bool = False
     """True if only requests that have started get rows."""
@@ -89,7 +89,8 @@ class Rows:
                 if reason is None:
                     num_bypassed = len(blocked)
                 elif reason == "NO_PAGES" or (
-                    reason == "NO_ROOM" and not self._waits_for_read(state)
+                    reason == "NO_ROOM"
+                    and not (state.adapter.is_holding and self._waiting.is_unread(state))
                 ):
                     blocked.append(state)
             num_glanced += reason == "NEW" and not self.table.has_free_row
@@ -153,7 +154,7 @@ class Rows:
             error = CapacityError(
                 "Pinned adapters leave too little room for this request. Try again, or unpin some."
             )
-            self.finish(first.request_id, "error", request_error(error))
+            self.finish(first.request_id, "error", error_info(error))
 
     def _may_run(self, state: RequestState) -> bool:
         return state.place.has_started or not self.is_draining
@@ -189,7 +190,7 @@ class Rows:
                 reason = self._start(state, row, draft)
             else:
                 self._take_row(row, draft)
-                self.table.resume(state)
+                self._order.start(state.place)
         elif reason == "NO_ROOM" and state.adapter.is_holding:
             self.preemption.make_way_for_adapter(state, draft)
         if reason is not None and state.status == "waiting":
@@ -197,9 +198,6 @@ class Rows:
             if reason in ("LOADING", "NO_ROOM"):
                 self._order.pass_over(state.place)
         return reason
-
-    def _waits_for_read(self, state: RequestState) -> bool:
-        return state.adapter.is_holding and self._waiting.is_unread(state)
 
     def _row_for(self, state: RequestState) -> RequestState | None:
         """Request in the step that makes way for this one."""
@@ -239,11 +237,11 @@ class Rows:
         if state.adapter.num_pages is None and ref is not None:
             num_pages = self._residency.pages_needed(ref)
             state.adapter.num_pages = num_pages
-            state.place.cost.load_units = self.table.service.prices.load(num_pages)
+            state.place.load_units = self.table.service.prices.load(num_pages)
             try:
                 self._kv.check_fits(state.request, num_pages)
             except NeverFitsError as error:
-                self.finish(state.request_id, "error", request_error(error))
+                self.finish(state.request_id, "error", error_info(error))
                 return False
         return True
 

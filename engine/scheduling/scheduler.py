@@ -11,9 +11,9 @@ step, the invariants, and why every request moves on.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING
@@ -21,31 +21,33 @@ from typing import TYPE_CHECKING
 from manylora.adapters.residency.residency import Residency
 from manylora.config import SchedulerConfig
 from manylora.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
-from manylora.engine.fairness.inner_order import inner_order
 from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.place import FairPlace, RequestCost
-from manylora.engine.fairness.prices import Prices
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import Prices, TenantLoad
+from manylora.engine.fairness.shares import FairPlace
 from manylora.engine.fairness.tenant_service import TenantService
 from manylora.engine.request import (
     EXPIRED,
     INTERNAL,
+    ErrorInfo,
     FinishReason,
     GenerationRequest,
-    RequestError,
-    request_error,
+    error_info,
 )
 from manylora.engine.scheduling.beam import BeamSearch
 from manylora.engine.scheduling.chunks import Chunks
-from manylora.engine.scheduling.first_output import FirstOutput
 from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.outcomes import Outcomes
 from manylora.engine.scheduling.plan import ChunkResult, PlanBuilder, StepPlan
 from manylora.engine.scheduling.preemption import Preemption
 from manylora.engine.scheduling.request_limits import ModelLimits, check_limits
 from manylora.engine.scheduling.request_pages import RequestPages
-from manylora.engine.scheduling.request_state import AdapterHold, ForkSource, RequestState
-from manylora.engine.scheduling.request_table import Deadlines, RequestTable
+from manylora.engine.scheduling.request_state import (
+    AdapterHold,
+    FirstOutput,
+    ForkSource,
+    RequestState,
+)
+from manylora.engine.scheduling.request_table import RequestTable
 from manylora.engine.scheduling.rows import Rows
 from manylora.engine.scheduling.step_budget import StepBudget
 from manylora.engine.status import EngineLoad, PauseMode
@@ -89,12 +91,7 @@ class Scheduler:
     def __post_init__(self, kv: KvPages, step_tokens: int, prices: Prices) -> None:
         config = self.config
         self.table = RequestTable(
-            FairOrder(
-                config.policy,
-                inner_order(config.inner),
-                QUANTUM_TOKENS * prices.output,
-                config.max_running,
-            ),
+            FairOrder(config.policy, QUANTUM_TOKENS * prices.output, config.max_running),
             TenantService(prices, Lengths(), self.clock),
             kv,
             self.residency,
@@ -109,7 +106,8 @@ class Scheduler:
         self._chunks = Chunks(
             self.table, self._preemption, StepBudget(config, step_tokens, kv.costs.token_s)
         )
-        self._deadlines = Deadlines(self.table.requests)
+        self._next_expiry_s = math.inf
+        """Second before which no deadline passes of a request that has not started."""
         self.pause: PauseMode | None = None
         """Mode in which plans are held back; `wait` becomes `keep` by itself. Deadlines count all the same."""
         self._last_units = 0.0
@@ -140,8 +138,7 @@ class Scheduler:
         num_free_rows = max(self.config.max_running - self.table.num_rows, 0)
         if len(self.table.waiting) >= self.config.max_waiting + num_free_rows:
             raise QueueFullError(
-                f"{len(self.table.waiting)} requests wait already. Try again later.",
-                retry_after_s=self.table.service.retry_after_s(len(self.table.waiting)),
+                f"{len(self.table.waiting)} requests wait already. Try again later."
             )
         if (
             request.request_id in self.table.requests
@@ -173,27 +170,24 @@ class Scheduler:
             else None
         )
         self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
-        if request.flow.deadline_s is not None:
-            self._deadlines.add(state, state.place.arrived_s + request.flow.deadline_s)
+        self._next_expiry_s = min(self._next_expiry_s, state.expires_s)
         if matcher is not None:
             self._begin_matching(state, matcher)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
             self.finish(state.request_id, "length")
 
-    def finish(
-        self, request_id: str, reason: FinishReason, error: RequestError | None = None
-    ) -> None:
+    def finish(self, request_id: str, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """End a request, whatever its state; see `Outcomes.finish`."""
-        parked = self.table.parked.get(request_id)
-        if parked is not None and self.grammars is not None:
-            self.grammars.forget(parked.request)
+        state = self.table.requests.get(request_id)
+        if state is not None and state.is_parked and self.grammars is not None:
+            self.grammars.forget(state.request)
         self._outcomes.finish(request_id, reason, error)
 
     def take_in_grammars(self) -> None:
         """Let requests go on whose grammars were compiled; end those whose grammars could not be."""
         for request_id, matcher in self.grammars.take_done() if self.grammars is not None else ():
-            state = self.table.parked.get(request_id)
-            if state is not None:
+            state = self.table.requests.get(request_id)
+            if state is not None and state.is_parked:
                 self.table.unpark(state)
                 self._begin_matching(state, matcher)
 
@@ -215,12 +209,11 @@ class Scheduler:
         now_s = self.clock()
         self.table.kv.begin_plan()
         self._preemption.begin_plan()
-        for state in self._deadlines.take_expired(now_s):
-            self.finish(state.request_id, "error", EXPIRED)
+        if now_s >= self._next_expiry_s:
+            self._expire(now_s)
         if self.pause is not None and self._is_held():
             return None
         self._rows.is_draining = self.pause == "wait"
-        self.table.order.tick(now_s)
         plan = StepPlan(step=self._step + 1)
         draft = PlanBuilder(plan=plan)
         # Each fork of a beam has its own token: then every beam of a search advances in every step.
@@ -282,13 +275,12 @@ class Scheduler:
 
     def complete(self, step: int) -> None:
         """Note that a step is complete; pages that it read may be used again."""
-        self.table.kv.pool.complete(step)
-        self.table.kv.note_complete()
+        self.table.kv.complete(step)
 
     def fail_adapter(self, digest: str, error: ManyloraError) -> None:
         """End the requests that wait for an adapter that cannot be loaded."""
         for state in [state for state in self.table.waiting if state.adapter.digest == digest]:
-            self.finish(state.request_id, "error", request_error(error))
+            self.finish(state.request_id, "error", error_info(error))
 
     def fail_step(self, plan: StepPlan) -> None:
         """End the requests of a failed step with an internal error; pages it should have moved or filled are lost."""
@@ -318,34 +310,44 @@ class Scheduler:
         if self.grammars is not None:
             self.grammars.close()
 
-    def load(self, boot_id: str, seq: int) -> EngineLoad:
+    def load(self) -> EngineLoad:
         """Work by tenant, in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
-            boot_id=boot_id,
-            seq=seq,
             rate=self.table.service.full_rate,
             rows=self.config.max_running,
-            tenants=self._tenant_loads({}),
+            tenants=self._tenant_loads(),
             prices=self.table.service.prices,
         )
 
     def tenants(self) -> dict[str, TenantLoad]:
         """Load of each tenant, with the reasons why its requests wait."""
-        reasons: dict[str, Counter[str]] = {}
+        loads = self._tenant_loads()
         for state in self.table.waiting:
-            counts = reasons.setdefault(state.place.key.tenant, Counter())
-            counts[state.waiting_reason] += 1
-        return self._tenant_loads({tenant: dict(counts) for tenant, counts in reasons.items()})
+            reasons = loads[state.place.key.tenant].reasons
+            reasons[state.waiting_reason] = reasons.get(state.waiting_reason, 0) + 1
+        return loads
 
-    def _tenant_loads(self, reasons: dict[str, dict[str, int]]) -> dict[str, TenantLoad]:
+    def _tenant_loads(self) -> dict[str, TenantLoad]:
         table = self.table
-        running = ((state.place, table.units_left(state)) for state in table.running)
-        return table.service.loads(running, reasons)
+        return table.service.loads(
+            (state.place, table.units_left(state)) for state in table.running
+        )
 
     @property
     def _has_steps_in_flight(self) -> bool:
         """True if a step was planned that is not complete."""
         return self.table.kv.pool.completed_step < self._step
+
+    def _expire(self, now_s: float) -> None:
+        """End the requests whose deadlines have passed and that never started."""
+        unstarted = [state for state in self.table.waiting if not state.place.has_started]
+        later_s = []
+        for state in unstarted:
+            if state.expires_s <= now_s:
+                self.finish(state.request_id, "error", EXPIRED)
+            else:
+                later_s.append(state.expires_s)
+        self._next_expiry_s = min(later_s, default=math.inf)
 
     def _is_held(self) -> bool:
         """True if nothing is to be computed: not even what had started before the pause."""
@@ -353,8 +355,8 @@ class Scheduler:
             self.pause = "keep"
         return self.pause == "keep"
 
-    def _begin_matching(self, state: RequestState, matcher: Matcher | RequestError) -> None:
-        if isinstance(matcher, RequestError):
+    def _begin_matching(self, state: RequestState, matcher: Matcher | ErrorInfo) -> None:
+        if isinstance(matcher, ErrorInfo):
             self.finish(state.request_id, "error", matcher)
         elif matcher.is_done:  # by what was generated elsewhere
             self.finish(state.request_id, "stop")
@@ -365,14 +367,28 @@ class Scheduler:
         """Make the state of a request that comes now."""
         self._arrivals += 1
         kv = self.table.kv
+        service = self.table.service
         params = request.params
+        flow = request.flow
         adapter = request.adapter
         digest = adapter.digest if adapter else None
+        place = FairPlace(
+            request_id=request.request_id,
+            key=flow,
+            arrival_index=self._arrivals,
+            arrived_s=self.clock(),
+            adapter=digest,
+            rank=adapter.config.rank if adapter else 0,
+            num_prompt=len(request.prompt_token_ids),
+            predicted_tokens=service.lengths.p50(flow.tenant, digest, params.max_tokens),
+            priority=flow.priority if self.config.policy == "fair" else 0,
+            load_units=service.prices.load(adapter_pages),
+        )
         state = RequestState(
             request=request,
             seed=self.draw_seed() if params.seed is None else params.seed,
             output_token_ids=list(request.generated_token_ids),
-            place=self._place(request, adapter_pages),
+            place=place,
             pages=RequestPages(geometry=kv.geometry),
             adapter=AdapterHold(digest=digest, num_pages=adapter_pages),
             first_output=FirstOutput(
@@ -384,30 +400,3 @@ class Scheduler:
         if leader is not None and kv.may_fork(leader, state):
             state.source = ForkSource(leader=leader, num_tokens=state.num_prompt - 1)
         return state
-
-    def _place(self, request: GenerationRequest, adapter_pages: int | None) -> FairPlace:
-        """Place of a request that comes now, with its expected cost."""
-        flow = request.flow
-        adapter = request.adapter
-        service = self.table.service
-        cost = RequestCost(
-            tenant=flow.tenant,
-            adapter=adapter.digest if adapter else None,
-            rank=adapter.config.rank if adapter else 0,
-            num_prompt=len(request.prompt_token_ids),
-            load_units=service.prices.load(adapter_pages),
-        )
-        most = max(request.params.max_tokens, 1)
-        cost.predicted_tokens = service.lengths.p50(flow.tenant, cost.adapter, most)
-        place = FairPlace(
-            request_id=request.request_id,
-            key=flow,
-            arrival_index=self._arrivals,
-            arrived_s=self.clock(),
-            cost=cost,
-            priority=flow.priority if self.config.policy == "fair" else 0,
-        )
-        if flow.deadline_s is not None:
-            prompt_s = self.table.kv.costs.token_s * cost.num_prompt
-            place.start_by_s = place.arrived_s + flow.deadline_s - prompt_s
-        return place

@@ -89,7 +89,7 @@ class StepBudget:
     """
 
     def __init__(self, config: SchedulerConfig, step_tokens: int, unit_s: float) -> None:
-        self._max_tokens = step_tokens
+        self.max_tokens = step_tokens
         self._target_s = (
             None if config.itl_target_ms is None else TARGET_AIM * config.itl_target_ms / 1000
         )
@@ -109,10 +109,6 @@ class StepBudget:
     def keeps_short(self) -> bool:
         """True if there were interactive requests in the last minute: then steps of the batch lane are kept short."""
         return self._batch_s < KEEPS_SHORT_S
-
-    def tokens(self, num_decoding: int) -> int:
-        """Tokens for prompts, and for the batch lane beside interactive requests, where `num_decoding` decode."""
-        return self._max_tokens - num_decoding
 
     def units(self, decoding: float) -> float:
         """Units that a target leaves beside the `decoding` units of interactive requests; may be below 0."""

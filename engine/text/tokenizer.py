@@ -21,7 +21,7 @@ from manylora.errors import ConfigError, InvalidRequestError
 
 MAX_TOKEN_ID = 1 << 31
 LONG = 4096
-"""Texts with at least this many characters or tokens release the interpreter's lock."""
+"""Number of tokens from which decoding releases the interpreter's lock, and of characters normalized at once."""
 NFC_SHRINKS = 4
 """Largest number of bytes of a text per byte of its normal form C."""
 MAX_SWELLING = 4
@@ -108,16 +108,15 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by their text."""
-        added = self._backend.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special}
+        return {token.content: token_id for token_id, token in self._added.items() if token.special}
 
     @property
     def grammar_tokens(self) -> dict[str, int]:
         """Ids of the tokens that grammars name by id. For llguidance, tags among the added tokens are special too."""
-        added = self._backend.get_added_tokens_decoder()
-        ids = {token.content: token_id for token_id, token in added.items()}
         return self.special_tokens | {
-            text: ids[text] for text in ids if text.startswith("<") and text.endswith(">")
+            token.content: token_id
+            for token_id, token in self._added.items()
+            if token.content.startswith("<") and token.content.endswith(">")
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -126,14 +125,9 @@ class Tokenizer:
         Raises:
             InvalidRequestError: A regular expression of the tokenizer takes too long for this text.
         """
+        encode = self._backend.encode_batch_fast  # it releases the lock
         with _own_errors():
-            if len(text) < LONG:
-                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            else:
-                encoding = self._backend.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )[0]
-        token_ids: list[int] = encoding.ids
+            token_ids: list[int] = encode([text], add_special_tokens=add_special_tokens)[0].ids
         return token_ids
 
     def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -169,7 +163,7 @@ class Tokenizer:
     def max_token_bytes(self) -> int | None:
         """Largest number of bytes of a text per token; None if it is unknown, as parts of a text may be dropped."""
         backend = self._backend
-        added = backend.get_added_tokens_decoder().values()
+        added = self._added.values()
         normalizer = str(backend.normalizer)
         pieces = backend.get_vocab(with_added_tokens=False)
         is_bytes = (
@@ -240,7 +234,7 @@ class Tokenizer:
         if token_id in self._byte_tokens:
             return bytes([self._byte_tokens[token_id]])
         piece: str | None = self._backend.id_to_token(token_id)
-        if piece and token_id not in self._added_ids and self._byte_of_letter.keys() >= set(piece):
+        if piece and token_id not in self._added and self._byte_of_letter.keys() >= set(piece):
             return bytes(self._byte_of_letter[letter] for letter in piece)
         return self.token_text(token_id).encode()
 
@@ -260,9 +254,10 @@ class Tokenizer:
         return frozenset(self.special_tokens.values())
 
     @cached_property
-    def _added_ids(self) -> frozenset[int]:
-        """Added tokens, which stand for their own letters in every vocabulary."""
-        return frozenset(self._backend.get_added_tokens_decoder())
+    def _added(self) -> dict[int, Any]:
+        """Added tokens by id, which stand for their own letters in every vocabulary."""
+        added: dict[int, Any] = self._backend.get_added_tokens_decoder()
+        return added
 
     @cached_property
     def _is_byte_level(self) -> bool:

@@ -20,7 +20,7 @@ KEEP_ALIVE_S = 5.0
 KEEP_ALIVE = b": keep-alive\n\n"
 RETRY = b"retry: 2000\n\n"
 """Milliseconds after which a browser reconnects."""
-ALWAYS_NEW = frozenset({"seq", "last_step_age_s"})
+ALWAYS_NEW = frozenset({"last_step_age_s"})
 """Fields that differ in any two snapshots of an idle engine."""
 
 Snapshot = Mapping[str, Any]

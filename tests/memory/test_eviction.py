@@ -11,11 +11,8 @@ from manylora.memory.eviction import (
     MIN_COMPACTION,
     Evictable,
     Evictor,
-    Gdsf,
-    Lru,
     UseCount,
 )
-from manylora.memory.eviction import eviction_policy as policy_of
 from manylora.memory.pool import PageKind, PagePool
 
 
@@ -25,11 +22,12 @@ class Thing(Evictable):
 
     parts: Parts
     cost_s: float = 1.0
+    """Of a page."""
     kind: PageKind = "adapter"
     dependents: list[Thing] = field(default_factory=list)
 
     def reload_cost(self) -> tuple[float, int]:
-        return self.cost_s, self.num_pages
+        return self.cost_s * self.num_pages, self.num_pages
 
     def evict(self) -> None:
         for dependent in self.dependents:
@@ -39,10 +37,10 @@ class Thing(Evictable):
 
 
 class Parts:
-    def __init__(self, policy: Lru, num_pages: int = 20) -> None:
+    def __init__(self, num_pages: int = 20) -> None:
         self.now_s = 0.0
         self.pool = PagePool(num_pages + 1)
-        self.evictor = Evictor(self.pool, policy, clock=lambda: self.now_s)
+        self.evictor = Evictor(self.pool, clock=lambda: self.now_s)
         self.gone: list[Thing] = []
 
     def thing(self, num_pages: int = 1, **fields: object) -> Thing:
@@ -72,18 +70,18 @@ class Parts:
         return self.gone
 
 
-def test_lru_takes_what_was_used_longest_ago() -> None:
-    parts = Parts(Lru())
+def test_of_equals_the_one_that_was_used_longest_ago_goes_first() -> None:
+    parts = Parts()
     things = []
     for second in (30, 10, 20):
         parts.now_s = second
-        things.append(parts.idle(cost_s=second * 100))
-    assert parts.order() == [things[1], things[2], things[0]]
+        things.append(parts.idle())
+    assert parts.order() == things
 
 
-def test_gdsf_takes_what_costs_the_fewest_seconds_per_page() -> None:
-    parts = Parts(Gdsf())
-    dear, cheap, large = parts.idle(cost_s=3.0), parts.idle(cost_s=1.0), parts.idle(4, cost_s=8.0)
+def test_what_goes_first_costs_the_fewest_seconds_per_page() -> None:
+    parts = Parts()
+    dear, cheap, large = parts.idle(cost_s=3.0), parts.idle(cost_s=1.0), parts.idle(4, cost_s=2.0)
     assert parts.order() == [cheap, large, dear]
 
 
@@ -101,7 +99,7 @@ def test_a_use_counts_half_after_its_half_life() -> None:
 
 def test_what_was_popular_once_goes_in_the_end() -> None:
     """Ten uses long ago outlive newcomers only until the inflation has passed them."""
-    parts = Parts(Gdsf())
+    parts = Parts()
     old = parts.thing(cost_s=1.0)
     for _ in range(10):
         parts.evictor.used(old)
@@ -116,26 +114,23 @@ def test_what_was_popular_once_goes_in_the_end() -> None:
 
 
 def test_what_is_used_later_starts_above_what_went() -> None:
-    policy = Gdsf()
-    parts = Parts(policy)
-    assert parts.idle(cost_s=5.0) is parts.order()[0]
-    late, early = parts.idle(cost_s=1.0), parts.thing(cost_s=1.0)
-    assert policy.score(late) == 6.0
-    policy.evicted(2.0)
-    assert policy.score(early) == 5.0, "the inflation never falls"
+    parts = Parts()
+    early = parts.idle(cost_s=6.5)
+    assert parts.evictor.first([parts.idle(cost_s=5.0), early]) is not early
+    assert parts.evictor.make_room(19)
+    dear, cheap = parts.idle(cost_s=2.0), parts.idle(cost_s=1.0)
+    assert parts.order()[1:] == [cheap, early, dear], "scores are 6, 6.5 and 7"
 
 
-@pytest.mark.parametrize("policy", ["lru", "gdsf"])
-def test_of_equals_the_deepest_goes_first(policy: str) -> None:
-    parts = Parts(policy_of(policy))  # type: ignore[arg-type]
+def test_of_equals_the_deepest_goes_first() -> None:
+    parts = Parts()
     things = [parts.idle(depth=depth) for depth in (1, 3, 0, 2)]
     assert [thing.depth for thing in parts.order()] == [3, 2, 1, 0]
     assert set(parts.gone) == set(things)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gdsf"])
-def test_some_things_go_only_when_nothing_else_is_left(policy: str) -> None:
-    parts = Parts(policy_of(policy))  # type: ignore[arg-type]
+def test_some_things_go_only_when_nothing_else_is_left() -> None:
+    parts = Parts()
     pinned = parts.idle(cost_s=0.0, evict_last=True)
     parts.now_s = 50.0
     dear = parts.idle(cost_s=1e6)
@@ -143,7 +138,7 @@ def test_some_things_go_only_when_nothing_else_is_left(policy: str) -> None:
 
 
 def test_offering_again_scores_anew() -> None:
-    parts = Parts(Gdsf())
+    parts = Parts()
     one, other = parts.idle(cost_s=1.0), parts.idle(cost_s=2.0)
     one.cost_s = 3.0
     parts.evictor.offer(one)
@@ -152,7 +147,7 @@ def test_offering_again_scores_anew() -> None:
 
 
 def test_what_is_withdrawn_stays() -> None:
-    parts = Parts(Lru())
+    parts = Parts()
     kept, other = parts.idle(3), parts.idle(2)
     assert kept in parts.evictor
     parts.evictor.withdraw(kept)
@@ -166,7 +161,7 @@ def test_what_is_withdrawn_stays() -> None:
 
 
 def test_room_is_made_whole_or_not_at_all() -> None:
-    parts = Parts(Lru(), num_pages=10)
+    parts = Parts(num_pages=10)
     in_use = parts.thing(4)
     things = [parts.idle(2), parts.idle(3)]
     assert parts.evictor.num_available == 6
@@ -181,7 +176,7 @@ def test_room_is_made_whole_or_not_at_all() -> None:
 
 
 def test_what_a_step_still_reads_is_passed_over_and_keeps_its_place() -> None:
-    parts = Parts(Lru(), num_pages=6)
+    parts = Parts(num_pages=6)
     read, other = parts.idle(2, last_step=5), parts.idle(2)
     assert parts.evictor.make_room(4)
     assert parts.gone == [other]
@@ -194,7 +189,7 @@ def test_what_a_step_still_reads_is_passed_over_and_keeps_its_place() -> None:
 
 
 def test_what_depends_goes_too_and_is_counted_by_its_kind() -> None:
-    parts = Parts(Lru())
+    parts = Parts()
     block = parts.thing(1, kind="prefix")
     adapter = parts.idle(2, dependents=[block])
     parts.now_s = 1.0
@@ -207,7 +202,7 @@ def test_what_depends_goes_too_and_is_counted_by_its_kind() -> None:
 
 def test_a_victim_that_was_scored_anew_by_the_one_before_it_goes_all_the_same() -> None:
     """An adapter is offered again whenever one of its cached blocks goes; both may be wanted at once."""
-    parts = Parts(Lru(), num_pages=4)
+    parts = Parts(num_pages=4)
     adapter = parts.thing(3)
 
     class Block(Thing):
@@ -227,7 +222,7 @@ def test_a_victim_that_was_scored_anew_by_the_one_before_it_goes_all_the_same() 
 
 
 def test_the_heap_does_not_grow_with_offers() -> None:
-    parts = Parts(Lru())
+    parts = Parts()
     things = [parts.idle() for _ in range(10)]
     for _ in range(200):
         for thing in things:
@@ -239,22 +234,22 @@ def test_the_heap_does_not_grow_with_offers() -> None:
 
 
 def test_check_notices_pages_that_changed_while_offered() -> None:
-    parts = Parts(Lru())
+    parts = Parts()
     parts.idle(2).pages.pop()
     with pytest.raises(PageAccountingError, match="another number of pages"):
         parts.evictor.check()
 
 
 def test_check_notices_a_wrong_count() -> None:
-    parts = Parts(Lru())
+    parts = Parts()
     parts.idle(2)
     parts.evictor.num_evictable += 1
     with pytest.raises(PageAccountingError, match="counted as evictable"):
         parts.evictor.check()
 
 
-def test_the_first_of_some_is_the_one_that_the_policy_takes_and_that_can_go_now() -> None:
-    parts = Parts(Lru())
+def test_the_first_of_some_is_the_one_that_goes_first_and_that_can_go_now() -> None:
+    parts = Parts()
     read, early, late = parts.idle(1, last_step=5), parts.idle(1), parts.idle(1)
     kept = parts.thing(1)
     assert parts.evictor.first([kept, late, read]) is late
@@ -265,7 +260,7 @@ def test_the_first_of_some_is_the_one_that_the_policy_takes_and_that_can_go_now(
 
 
 def test_one_that_must_go_in_any_case_goes_first_and_counts_as_room() -> None:
-    parts = Parts(Lru(), num_pages=10)
+    parts = Parts(num_pages=10)
     early, must, in_use = parts.idle(2), parts.idle(3), parts.thing(4)
     assert not parts.evictor.make_room(7, must)
     assert parts.gone == []
@@ -279,7 +274,7 @@ def test_one_that_must_go_in_any_case_goes_first_and_counts_as_room() -> None:
 
 
 def test_no_more_goes_than_is_lacking_where_others_went_with_the_first() -> None:
-    parts = Parts(Lru(), num_pages=10)
+    parts = Parts(num_pages=10)
     blocks = [parts.thing(1, kind="prefix") for _ in range(3)]
     adapter = parts.idle(2, dependents=blocks)
     parts.now_s = 1.0

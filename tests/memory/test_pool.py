@@ -109,25 +109,6 @@ TestPool.settings = settings(
 )
 
 
-def test_a_page_is_handed_out_for_the_first_time_once() -> None:
-    first: list[int] = []
-    pool = PagePool(10, on_first_use=first.extend, first_page=3)
-    assert first == []
-    early = pool.allocate(2, "kv")
-    assert early is not None
-    assert sorted(first) == sorted(early)
-    pool.free(early[:1], last_step=0)
-    pool.free(early[1:], last_step=1)
-    assert pool.allocate(9, "kv") is None
-    late = pool.allocate(5, "adapter")
-    assert late is not None
-    assert sorted(first) == sorted({*early, *late})
-    pool.complete(1)
-    pool.free(late, last_step=0)
-    assert pool.allocate(7, "kv") is not None
-    assert sorted(first) == list(range(3, 10))
-
-
 @pytest.mark.parametrize("first_page", [-1, 8, 9])
 def test_a_pool_without_a_page_to_hand_out_is_refused(first_page: int) -> None:
     with pytest.raises(ValueError, match="first_page"):

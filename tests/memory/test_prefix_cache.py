@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manylora.errors import PageAccountingError
-from manylora.memory.eviction import Evictor, eviction_policy
+from manylora.memory.eviction import Evictor
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
@@ -22,13 +21,11 @@ tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 class Parts:
     """A cache over a pool of 30 pages, unless told otherwise; blocks of two tokens."""
 
-    def __init__(
-        self, policy: Literal["lru", "gdsf"] = "lru", num_groups: int = 1, num_pages: int = 30
-    ) -> None:
+    def __init__(self, num_groups: int = 1, num_pages: int = 30) -> None:
         self.now_s = 0.0
         self.num_groups = num_groups
         self.pool = PagePool(num_pages + 1)
-        self.evictor = Evictor(self.pool, eviction_policy(policy), clock=lambda: self.now_s)
+        self.evictor = Evictor(self.pool, clock=lambda: self.now_s)
         self.cache = PrefixCache(self.pool, self.evictor, block_s=0.5, clock=lambda: self.now_s)
 
     def chain(self, *tokens: int, seed: str = "seed") -> TokenChain:
@@ -88,10 +85,9 @@ def test_a_held_block_cannot_be_removed() -> None:
 
 
 @pytest.mark.parametrize("is_read_again", [False, True])
-@pytest.mark.parametrize("policy", ["lru", "gdsf"])
-def test_a_chain_goes_from_its_end(policy: Literal["lru", "gdsf"], is_read_again: bool) -> None:
+def test_a_chain_goes_from_its_end(is_read_again: bool) -> None:
     """Its blocks were published, and so used, one after the other; yet the first goes last, as others need it."""
-    parts = Parts(policy)
+    parts = Parts()
     chain = parts.chain(*range(8))
     held = parts.publish(chain, block_s=10.0)
     parts.cache.release(held, 0)
@@ -118,7 +114,7 @@ def test_a_clock_that_moves_within_a_call_changes_nothing() -> None:
 
 def test_a_beginning_that_is_used_alone_again_goes_after_all_that_goes_on_from_it() -> None:
     """Its own count has halved many times by then, those of the others were made before."""
-    parts = Parts("gdsf")
+    parts = Parts()
     chain = parts.chain(*range(8))
     held = parts.publish(chain)
     parts.cache.hold(held)
@@ -290,13 +286,13 @@ class Reader:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    @initialize(num_groups=st.integers(1, 2), policy=st.sampled_from(["lru", "gdsf"]))
-    def start(self, num_groups: int, policy: Literal["lru", "gdsf"]) -> None:
+    @initialize(num_groups=st.integers(1, 2))
+    def start(self, num_groups: int) -> None:
         self.num_groups = num_groups
         self.now_s = 0.0
         self.step = 0
         self.pool = PagePool(NUM_PAGES + 1, on_release=self.forget)
-        self.evictor = Evictor(self.pool, eviction_policy(policy), clock=lambda: self.now_s)
+        self.evictor = Evictor(self.pool, clock=lambda: self.now_s)
         self.cache = PrefixCache(self.pool, self.evictor, block_s=0.25, clock=lambda: self.now_s)
         self.cache.on_group_change = lambda group: self.changed.append(group)
         self.changed: list[str] = []

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually, new_client
-from manylora.engine.request import GenerationRequest, RequestError, RequestOutput
+from manylora.engine.request import ErrorInfo, GenerationRequest, RequestOutput
 from manylora.server.http.listen import metrics_app
 from manylora.server.status.routes import metrics_response
 
@@ -46,7 +46,7 @@ async def test_a_fault_before_the_first_byte_is_a_constant_500(api: Api, acme: C
 async def test_a_fault_that_the_engine_reports_is_in_the_log_under_the_requests_id(
     api: Api, acme: Client
 ) -> None:
-    api.engine.refusal = RequestError(
+    api.engine.refusal = ErrorInfo(
         kind="internal", code="internal_error", message="secret /home/manylora"
     )
     with capture_logs() as logged:

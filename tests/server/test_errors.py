@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from manylora import errors
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.errors import ManyloraError
 from manylora.server.errors import answer, error_body, error_response, from_engine
 
@@ -88,6 +88,6 @@ def test_a_full_disk_is_507() -> None:
 def test_errors_of_the_engine_come_back_as_their_classes(
     code: str, kind: str, cls: type[ManyloraError]
 ) -> None:
-    error = from_engine(RequestError(code=code, message="m", kind=kind))  # type: ignore[arg-type]
+    error = from_engine(ErrorInfo(code=code, message="m", kind=kind))  # type: ignore[arg-type]
     assert type(error) is cls
     assert error.code == code

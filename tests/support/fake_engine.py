@@ -12,13 +12,13 @@ from pathlib import Path
 
 from manylora.adapters.blobs.memory import MemoryPlace
 from manylora.adapters.ref import AdapterRef
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import TenantLoad
 from manylora.engine.model.spec import base_shape, read_spec
 from manylora.engine.process.client import EngineClient
 from manylora.engine.request import (
     AdapterState,
+    ErrorInfo,
     GenerationRequest,
-    RequestError,
     RequestOutput,
     TokenLogprobs,
 )
@@ -125,7 +125,7 @@ class FakeEngine(EngineClient):
         """What was computed, by request."""
         self.is_silent = False
         """Whether it does not say that a request was aborted."""
-        self.refusal: RequestError | None = None
+        self.refusal: ErrorInfo | None = None
         """Answer every request with this error, at once or after `refusal_after` tokens."""
         self.refusal_after = 0
         self.failure_after: int | None = None
@@ -306,7 +306,6 @@ class FakeEngine(EngineClient):
             raise EngineUnavailableError("The engine restarts.")
         return EngineStatus(
             boot_id=self.ready.boot_id,
-            seq=len(self.requests),
             running=len(self.running),
             waiting=sum(load.waiting for load in self.tenants.values()),
             pause=self.paused,

@@ -13,8 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manylora.engine.fairness.prices import Prices
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import Admission, Gate
@@ -63,7 +62,6 @@ class ModelEngine:
         self.recent: list[tuple[float, str, float]] = []
         self.load: EngineLoad | None = None
         self.units: dict[str, float] = defaultdict(float)
-        self._seq = 0
 
     def submit(self, client: Client) -> None:
         if not self.requests.get(client.tenant):
@@ -108,10 +106,7 @@ class ModelEngine:
         rates: dict[str, float] = defaultdict(float)
         for _, name, units in self.recent:
             rates[name] += units / RATE_SPAN_S
-        self._seq += 1
         self.load = EngineLoad(
-            boot_id="model",
-            seq=self._seq,
             rate=CAPACITY,
             rows=ROWS,
             tenants={

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from manylora.adapters.residency.loader import AdapterLoader
 from manylora.adapters.residency.residency import Residency
 from manylora.lora_rows import PITCH_BYTES
 from manylora.memory.arena import Arena, PageCopier
-from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
+from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.geometry import PageGeometry, page_geometry
 from manylora.memory.host_slab import HostSlab
 from manylora.memory.pool import PagePool
@@ -131,7 +131,6 @@ class ResidencyParts:
         slab_pages: int = 12,
         slots: int = 4,
         max_rank: int = 64,
-        policy: Literal["gdsf", "lru"] = "lru",
         notify: Callable[[], None] | None = None,
         executors: tuple[TaskExecutor, TaskExecutor] | None = None,
     ) -> None:
@@ -157,7 +156,7 @@ class ResidencyParts:
             self.pool.capacity - 1,
         )
         self.copier = WatchedCopier(self.arena)
-        self.evictor = Evictor(self.pool, eviction_policy(policy), clock=lambda: self.clock[0])
+        self.evictor = Evictor(self.pool, clock=lambda: self.clock[0])
         self.prefixes = PrefixCache(
             self.pool, self.evictor, block_s=COSTS.token_s, clock=lambda: self.clock[0]
         )

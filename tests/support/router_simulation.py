@@ -124,7 +124,7 @@ class RouterSimulation:
             f"r{i}": _Server(speed=0.5 if i < case.num_slow else 1.0, counted_from_s=case.warm_s)
             for i in range(case.num_replicas)
         }
-        members = [server_sample(name=name) for name in self.servers]
+        members = [server_sample(name=name, boot_id="1") for name in self.servers]
         self.routers = [
             Router(lambda: self.now_s, random.Random(case.seed + i))
             for i in range(case.num_gateways)

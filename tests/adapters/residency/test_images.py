@@ -95,7 +95,7 @@ def test_pages_that_swapped_kv_has_are_counted_beside_the_images() -> None:
     with pytest.raises(PageAccountingError, match="others have 0"):
         images.check()
     assert images.reserve(4) is None  # what is swapped out is not dropped for an image
-    swap.free(swapped)
+    slab.free(swapped)
     images.check()
 
 

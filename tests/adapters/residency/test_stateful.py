@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from hypothesis import settings
@@ -51,14 +50,11 @@ def stored() -> tuple[tempfile.TemporaryDirectory[str], list[AdapterRef]]:
 
 class ResidencyMachine(RuleBasedStateMachine):
     @initialize(
-        policy=st.sampled_from(["lru", "gdsf"]),
         at_first=st.lists(adapters, unique=True, max_size=4),
     )
-    def start(self, policy: Literal["lru", "gdsf"], at_first: list[int]) -> None:
+    def start(self, at_first: list[int]) -> None:
         folder, self.refs = stored()
-        self.parts = ResidencyParts(
-            Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3, policy=policy
-        )
+        self.parts = ResidencyParts(Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3)
         self.residency = self.parts.residency
         self.swap = SwapSpace(self.parts.slab, self.parts.images.make_room, MAX_SWAPPED)
         self.index = {ref.digest: index for index, ref in enumerate(self.refs)}
@@ -273,7 +269,7 @@ class ResidencyMachine(RuleBasedStateMachine):
                 self.parts.slab.pages[pages] = 0xFF
                 self.swapped.append(pages)
         elif self.swapped:
-            self.swap.free(self.swapped.pop(0))
+            self.parts.slab.free(self.swapped.pop(0))
 
     @rule(missing=st.booleans())
     def break_or_mend_a_blob(self, missing: bool) -> None:
@@ -383,7 +379,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for pages in self.kv:
             self.parts.pool.free(pages, 0)
         for pages in self.swapped:
-            self.swap.free(pages)
+            self.parts.slab.free(pages)
         self.residency.reserve_pages = 0
         self.parts.settle(self.step)  # a copy may have failed that nobody was told of
         for index in range(len(LORAS)):

@@ -12,7 +12,7 @@ import pytest
 from manylora.engine.grammar import compiler
 from manylora.engine.grammar.compiler import Grammars
 from manylora.engine.grammar.matcher import MAX_SHARED_TOKENS, Matcher, Wear
-from manylora.engine.request import FlowKey, GenerationRequest, Grammar, RequestError
+from manylora.engine.request import ErrorInfo, FlowKey, GenerationRequest, Grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import InvalidRequestError
 
@@ -122,15 +122,15 @@ def test_what_goes_wrong_ends_those_that_asked_and_nobody_else(
         parts.ask(name, name)
     done = parts.done()
     assert [type(result) for result in done.values()] == [
-        RequestError,
-        RequestError,
-        RequestError,
+        ErrorInfo,
+        ErrorInfo,
+        ErrorInfo,
         FakeMatcher,
     ]
-    assert done["wrong"] == RequestError(
+    assert done["wrong"] == ErrorInfo(
         code="grammar_too_complex", message="It is wrong.", kind="request"
     )
-    assert isinstance(done["panic"], RequestError)
+    assert isinstance(done["panic"], ErrorInfo)
     assert done["panic"].kind == "internal"
     assert "gave up" in caplog.text
 
@@ -167,7 +167,7 @@ def test_a_matcher_begins_after_what_was_generated_already() -> None:
     done = parts.done()
     assert isinstance(done["fits"], FakeMatcher)
     assert done["fits"].taken == [1, 2]
-    assert isinstance(done["does not"], RequestError)
+    assert isinstance(done["does not"], ErrorInfo)
     assert done["does not"].code == "grammar_mismatch"
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from fake_engine import demo_ready
 from manylora.config import Config, ModelConfig, ServerConfig
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import TenantLoad
 from manylora.engine.process import messages
-from manylora.engine.request import RequestError, RequestOutput, TokenLogprobs
+from manylora.engine.request import ErrorInfo, RequestOutput, TokenLogprobs
 from manylora.engine.status import EngineLoad, EngineStatus, ResidentAdapter, StepBatches, StepStats
 from manylora.errors import ConfigError
 from manylora.memory.page_map import PageMap, PageUse
@@ -26,13 +26,12 @@ OUTPUT = RequestOutput(
     logprobs=[LOGPROBS],
     prompt_logprobs=[None, LOGPROBS],
     finish_reason="error",
-    error=RequestError(code="c", message="m", kind="capacity"),
+    error=ErrorInfo(code="c", message="m", kind="capacity"),
     adapter_state="host",
     queue_s=0.5,
 )
 STATUS = EngineStatus(
     boot_id="b",
-    seq=1,
     running=1,
     waiting=2,
     residents=[ResidentAdapter(digest="d", tier="device", pages=3, running=1)],
@@ -61,9 +60,8 @@ STATUS = EngineStatus(
         messages.Abort("x"),
         messages.DropAdapter("d"),
         messages.PinAdapter(adapter("a"), True),
-        messages.AskStatus(7),
-        messages.AskStatus(8, is_detailed=True),
-        messages.Close(),
+        messages.AskStatus(),
+        messages.AskStatus(is_detailed=True),
     ],
 )
 def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) -> None:
@@ -74,11 +72,9 @@ def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) ->
     "message",
     [
         messages.Outputs([OUTPUT, RequestOutput(request_id="y")]),
-        messages.Status(7, STATUS),
+        messages.Status(STATUS),
         messages.Load(
             EngineLoad(
-                boot_id="b",
-                seq=2,
                 rate=3.5,
                 tenants={"t": TenantLoad(waiting=1, reasons={"NEW": 1})},
             )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import count, repeat
 
 import pytest
@@ -15,7 +14,7 @@ LIVING = Signs(beats=1, turns=1, cpu_ticks=1, state="S")
 def looks_until_problem(signs: Iterable[Signs], most: int = 1000) -> tuple[int, str] | None:
     """How many looks it takes to see that something is wrong, after one that sees an engine alive."""
     detector = StallDetector()
-    assert detector.problem(replace(LIVING, beats=0, turns=0, cpu_ticks=0)) is None
+    assert detector.problem(LIVING._replace(beats=0, turns=0, cpu_ticks=0)) is None
     assert detector.problem(LIVING) is None
     for number, each in zip(range(1, most), signs, strict=False):
         if problem := detector.problem(each):
@@ -25,7 +24,7 @@ def looks_until_problem(signs: Iterable[Signs], most: int = 1000) -> tuple[int, 
 
 @pytest.mark.parametrize("state", ["T", "S"])
 def test_a_process_that_does_nothing_at_all_has_stopped(state: str) -> None:
-    found = looks_until_problem(repeat(replace(LIVING, state=state)))
+    found = looks_until_problem(repeat(LIVING._replace(state=state)))
     assert found == (SILENT_S / LOOK_S, "gave no sign of life for 6 s")
 
 
@@ -33,21 +32,21 @@ def test_a_process_that_does_nothing_at_all_has_stopped(state: str) -> None:
 def test_a_step_that_does_not_end_takes_a_minute_to_notice(state: str) -> None:
     """Whether the interpreter is free meanwhile, as while a GPU computes, or not."""
     beating = (
-        replace(LIVING, beats=number, cpu_ticks=40 * number, state=state) for number in count(2)
+        LIVING._replace(beats=number, cpu_ticks=40 * number, state=state) for number in count(2)
     )
-    busy = (replace(LIVING, cpu_ticks=40 * number, state=state) for number in count(2))
+    busy = (LIVING._replace(cpu_ticks=40 * number, state=state) for number in count(2))
     for signs in (beating, busy):
         assert looks_until_problem(signs) == (STUCK_S / LOOK_S, "did not end a step for 60 s")
 
 
 def test_a_process_that_waits_for_a_disk_is_only_slow() -> None:
-    found = looks_until_problem(repeat(replace(LIVING, state="D")))
+    found = looks_until_problem(repeat(LIVING._replace(state="D")))
     assert found == (STUCK_S / LOOK_S, "did not end a step for 60 s")
 
 
 def test_a_process_that_others_keep_from_every_core_is_not_to_blame() -> None:
     assert (
-        looks_until_problem(replace(LIVING, cpu_ticks=number, state="R") for number in count(2))
+        looks_until_problem(LIVING._replace(cpu_ticks=number, state="R") for number in count(2))
         is None
     )
 
@@ -55,18 +54,18 @@ def test_a_process_that_others_keep_from_every_core_is_not_to_blame() -> None:
 def test_long_steps_between_which_the_loop_turns_are_no_problem() -> None:
     looks = int(STUCK_S / LOOK_S) - 1
     assert (
-        looks_until_problem(replace(LIVING, beats=n, turns=2 + n // looks) for n in count(2))
+        looks_until_problem(LIVING._replace(beats=n, turns=2 + n // looks) for n in count(2))
         is None
     )
 
 
 def test_nothing_is_wrong_with_an_engine_in_a_debugger() -> None:
-    assert looks_until_problem(repeat(replace(LIVING, state="t"))) is None
+    assert looks_until_problem(repeat(LIVING._replace(state="t"))) is None
 
 
 def test_a_step_may_take_longer_where_steps_are_long() -> None:
     detector = StallDetector(stuck_s=300.0)
-    problems = [detector.problem(replace(LIVING, beats=number)) for number in range(602)]
+    problems = [detector.problem(LIVING._replace(beats=number)) for number in range(602)]
     assert problems[:600] == [None] * 600
     assert problems[600] == "did not end a step for 300 s"
 

@@ -93,7 +93,7 @@ def test_a_process_that_was_started_before_is_the_engine() -> None:
 
     async def launch() -> int | None:
         connection = EngineConnection(Config(model=ModelConfig(path="m")), worker)
-        with pytest.raises(EngineUnavailableError, match="ended while starting, with exit code 0"):
+        with pytest.raises(EngineUnavailableError, match="ended with exit code 0 while starting"):
             await connection.start()
         await connection.kill()
         return connection.pid

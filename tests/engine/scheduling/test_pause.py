@@ -6,7 +6,6 @@ import pytest
 
 from manylora.engine.request import FlowKey
 from manylora.engine.sampling_params import BeamParams
-from manylora.engine.scheduling.request_table import SPARE_ENTRIES
 from manylora.memory.eviction import PageCosts
 from simulation.driven import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 
@@ -64,7 +63,7 @@ def test_requests_whose_deadline_passes_end_in_a_paused_engine() -> None:
 def test_a_deadline_is_kept_though_many_requests_with_one_have_ended() -> None:
     simulator = Simulator()
     simulator.core.pause("keep")
-    for number in range(SPARE_ENTRIES):
+    for number in range(64):
         simulator.submit(request(f"left{number}", flow=FlowKey(deadline_s=100.0)))
         simulator.core.abort(f"left{number}")
     simulator.submit(

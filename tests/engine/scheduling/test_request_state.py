@@ -19,16 +19,15 @@ def lived() -> RequestState:
     simulator.submit(request("r", prompt=9, max_tokens=9, ref=adapter("a"), flow=flow))
     simulator.pump(6)
     state = simulator.scheduler.table.requests["r"]
-    state.place.level = 4
-    state.place.level_units = 9.0
+    state.place.owes_load = True
+    state.place.queued_units = 9.0
     return state
 
 
 @pytest.mark.parametrize(
     ("part", "changed"),
     [
-        ("place", {"request_id", "arrival_index", "cost", "has_started"}),
-        ("place.cost", {"num_charged"}),
+        ("place", {"request_id", "arrival_index", "num_charged", "has_started"}),
         ("pages", {"chain"}),
         ("adapter", set()),
         ("first_output", set()),
@@ -38,10 +37,8 @@ def test_a_fork_keeps_all_that_a_part_is_made_of_and_nothing_else(
     part: str, changed: set[str]
 ) -> None:
     state = lived()
-    old = state
-    new = state.fork("r/1", 1.5, 42, Beam(search_id="r"))
-    for name in part.split("."):
-        old, new = getattr(old, name), getattr(new, name)
+    old = getattr(state, part)
+    new = getattr(state.fork("r/1", 1.5, 42, Beam(search_id="r")), part)
     fresh = type(old)(**{each.name: getattr(new, each.name) for each in fields(old) if each.init})
     for each in fields(old):
         if each.init:
@@ -62,8 +59,8 @@ def test_a_fork_goes_on_from_the_tokens_of_its_leader() -> None:
     assert fork.output_token_ids == [*state.output_token_ids, 42]
     assert fork.source is not None
     assert (fork.source.leader, fork.source.num_tokens) == (state, state.num_tokens)
-    assert fork.place.cost.num_charged == state.num_tokens
-    assert (fork.status, fork.place.has_started, fork.is_beam_fork) == ("waiting", True, True)
+    assert fork.place.num_charged == state.num_tokens
+    assert (fork.status, fork.place.has_started) == ("waiting", True)
     assert fork.cursor.pages is fork.pages
     assert not fork.cursor.in_flight
     assert fork.pages.chain is None or fork.pages.chain is not state.pages.chain

@@ -13,7 +13,7 @@ import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.registry import batches as registry_batches
 from manylora.registry import cache
 from manylora.registry.records import Identity
@@ -212,7 +212,7 @@ async def test_a_line_that_ends_by_what_it_asked_for_is_billed_what_was_computed
     api: Api, worker: BatchWorker
 ) -> None:
     api.engine.refusal, api.engine.refusal_after = (
-        RequestError(code="grammar_dead_end", message="No token fits."),
+        ErrorInfo(code="grammar_dead_end", message="No token fits."),
         2,
     )
     ended = await run(api, worker, await start(api, lines_for(BASE)))

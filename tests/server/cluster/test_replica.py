@@ -12,7 +12,7 @@ import pytest
 from api_server import api
 from fake_cluster import PEPPER, FakeCluster, FakeReplica
 from manylora.adapters.ref import ResidentAdapter
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import TenantLoad
 from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, ConfigError
 from manylora.server.cluster.replica import Duties, join
@@ -128,9 +128,7 @@ async def test_reports_say_what_changed_and_end_when_all_is_drained(
     engine, services = replica.api.engine, replica.api.services
     near = ResidentAdapter(digest="sha256:near", tier="device", pages=1, running=0)
     engine.residents = [near]
-    engine.load = EngineLoad(
-        boot_id="boot-1", seq=1, rate=100.0, tenants={"t": TenantLoad(backlog=50.0)}
-    )
+    engine.load = EngineLoad(rate=100.0, tenants={"t": TenantLoad(backlog=50.0)})
     async with (
         replica.client(None) as client,
         client.stream("GET", STATE_PATH, headers=hop(cluster)) as answer,

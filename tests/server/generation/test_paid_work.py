@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from api_server import BASE, Api
 from fake_engine import FakeEngine, Work, demo_tokenizer
-from manylora.engine.request import GenerationRequest, RequestError
+from manylora.engine.request import ErrorInfo, GenerationRequest
 from manylora.registry.records import UsageEvent
 from manylora.server.core_services import Clock
 from manylora.server.http.connection_room import IS_CLOSING
@@ -31,8 +31,8 @@ ENDS = ("stop", "length", "aborted", "error", "own fault")
 ABORTED = ("cut in the queue", "cut in the prompt", "cut in the output")
 STOPS = (None, "speaks", ["a", "zz"])
 WORDS = "the base speaks plainly and says as much as anybody would want to hear of it"
-BROKEN = RequestError(kind="capacity", code="engine_overloaded", message="The engine is full.")
-OWN_FAULT = RequestError(code="grammar_dead_end", message="No token can come next.")
+BROKEN = ErrorInfo(kind="capacity", code="engine_overloaded", message="The engine is full.")
+OWN_FAULT = ErrorInfo(code="grammar_dead_end", message="No token can come next.")
 """Of a request that ends by what it asked for."""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from api_server import BASE, Api, Client
 from fake_engine import BASE_TEXT, demo_tokenizer
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.server.generation.chat_schemas import ChatView
 from manylora.server.generation.schemas import CompletionView
 
@@ -248,34 +248,34 @@ async def test_a_chat_without_a_limit_may_fill_the_context(api: Api, acme: Clien
     ("error", "status", "code"),
     [
         (
-            RequestError(code="request_too_large", message="too many pages", kind="request"),
+            ErrorInfo(code="request_too_large", message="too many pages", kind="request"),
             400,
             "request_too_large",
         ),
         (
-            RequestError(code="context_length_exceeded", message="long"),
+            ErrorInfo(code="context_length_exceeded", message="long"),
             400,
             "context_length_exceeded",
         ),
         (
-            RequestError(code="adapter_blob_corrupt", message="corrupt", kind="adapter"),
+            ErrorInfo(code="adapter_blob_corrupt", message="corrupt", kind="adapter"),
             503,
             "adapter_blob_corrupt",
         ),
         (
-            RequestError(code="engine_overloaded", message="full", kind="capacity"),
+            ErrorInfo(code="engine_overloaded", message="full", kind="capacity"),
             503,
             "engine_overloaded",
         ),
         (
-            RequestError(code="page_accounting", message="secret path", kind="internal"),
+            ErrorInfo(code="page_accounting", message="secret path", kind="internal"),
             500,
             "internal_error",
         ),
     ],
 )
 async def test_a_refusal_is_a_real_status_also_for_a_stream(
-    api: Api, acme: Client, error: RequestError, status: int, code: str, stream: bool
+    api: Api, acme: Client, error: ErrorInfo, status: int, code: str, stream: bool
 ) -> None:
     api.engine.refusal = error
     answer = await complete(acme, stream=stream)

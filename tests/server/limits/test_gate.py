@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manylora.engine.fairness.tenant_load import TenantLoad
+from manylora.engine.fairness.prices import TenantLoad
 from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import BOOKED_SHARE, Admission, Gate
@@ -39,7 +39,7 @@ class Setting:
 
     def __init__(self, rate: float = UNITS, max_waiting: int = 1000, rows: int = 0) -> None:
         self.now_s = 100.0
-        self.load: EngineLoad | None = EngineLoad(boot_id="b", seq=1, rate=rate, rows=rows)
+        self.load: EngineLoad | None = EngineLoad(rate=rate, rows=rows)
         self.told: list[tuple[str, str | None]] = []
         self.gate = Gate(
             10.0,
@@ -69,7 +69,7 @@ class Setting:
 
     def rates(self, **rates: float) -> None:
         tenants = {name: TenantLoad(rate=rate) for name, rate in rates.items()}
-        self.load = EngineLoad(boot_id="b", seq=2, rate=UNITS, tenants=tenants)
+        self.load = EngineLoad(rate=UNITS, tenants=tenants)
 
 
 def test_so_many_are_let_in_as_begin_in_time() -> None:
@@ -303,7 +303,7 @@ def test_an_adapter_not_seen_before_is_expected_to_take_its_load() -> None:
     two.end()
 
 
-@pytest.mark.parametrize("load", [None, EngineLoad(boot_id="b", seq=1, rate=0)])
+@pytest.mark.parametrize("load", [None, EngineLoad(rate=0)])
 def test_without_a_word_of_the_engine_everybody_is_let_in_up_to_the_cap(
     load: EngineLoad | None,
 ) -> None:

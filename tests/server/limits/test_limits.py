@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from api_adapters import sound, upload
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.errors import CapacityError
 from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS, LimitKind
 from manylora.server.core_services import Clock
@@ -277,9 +277,9 @@ async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) ->
 
         await api.front(scope, receive, seen)
 
-    full = RequestError(kind="capacity", code="engine_overloaded", message="full")
-    broken = RequestError(kind="internal", code="internal_error", message="broken")
-    ends: list[tuple[dict[str, Any], RequestError | None, int | None, int]] = [
+    full = ErrorInfo(kind="capacity", code="engine_overloaded", message="full")
+    broken = ErrorInfo(kind="internal", code="internal_error", message="broken")
+    ends: list[tuple[dict[str, Any], ErrorInfo | None, int | None, int]] = [
         ({}, None, None, 200),
         ({"stream": True}, None, None, 200),
         ({"max_tokens": 4096}, None, None, 400),

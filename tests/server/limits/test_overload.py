@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from api_server import BASE, Api, eventually
-from manylora.engine.fairness.tenant_load import TenantLoad
-from manylora.engine.request import RequestError
+from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.request import ErrorInfo
 from manylora.engine.status import EngineLoad
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ def body(number: int = 0, **fields: object) -> dict[str, object]:
 def say(api: Api, rate: float = 100.0, **tenants: float) -> None:
     """What the engine says of itself: units per second in all, and of each tenant."""
     loads = {name: TenantLoad(rate=rate) for name, rate in tenants.items()}
-    api.engine.load = EngineLoad(boot_id="boot-1", seq=1, rate=rate, tenants=loads)
+    api.engine.load = EngineLoad(rate=rate, tenants=loads)
 
 
 @asynccontextmanager
@@ -143,7 +143,7 @@ async def test_a_deadline_that_is_no_number_of_milliseconds_is_refused(
 
 async def test_a_deadline_that_passes_in_the_queue_is_503_and_costs_nothing(api: Api) -> None:
     client = await api.tenant("acme")
-    api.engine.refusal = RequestError(
+    api.engine.refusal = ErrorInfo(
         message="The deadline passed before the first token.",
         code="deadline.queue",
         kind="capacity",

@@ -8,7 +8,7 @@ import pytest
 
 from api_server import ADMIN_KEY, BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.server.messages.schemas import MessageView
 from manylora.server.versions.names import ModelNames
 
@@ -234,7 +234,7 @@ async def test_an_error_before_the_first_token_is_a_status_and_later_an_event(
 ) -> None:
     import anthropic  # takes a second
 
-    api.engine.refusal = RequestError(kind="capacity", code="overloaded", message="No room.")
+    api.engine.refusal = ErrorInfo(kind="capacity", code="overloaded", message="No room.")
     assert (await send(acme, stream=True)).status_code == 503
     api.engine.refusal_after = 2
     answer = await send(acme, stream=True)

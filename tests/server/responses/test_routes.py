@@ -10,7 +10,7 @@ import pytest
 
 from api_server import BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
-from manylora.engine.request import RequestError
+from manylora.engine.request import ErrorInfo
 from manylora.server.responses.schemas import ResponseView
 
 pytestmark = pytest.mark.anyio
@@ -230,7 +230,7 @@ async def test_stored_responses_are_not_served(client: openai.AsyncOpenAI) -> No
 async def test_an_error_before_the_first_token_is_a_status_and_later_an_event(
     api: Api, acme: Client
 ) -> None:
-    api.engine.refusal = RequestError(kind="capacity", code="overloaded", message="No room.")
+    api.engine.refusal = ErrorInfo(kind="capacity", code="overloaded", message="No room.")
     assert (await respond(acme, stream=True)).status_code == 503
     api.engine.refusal_after = 2
     answer = await respond(acme, stream=True)

@@ -114,7 +114,7 @@ METRICS: dict[str, set[str]] = {
 
 
 def test_what_has_not_happened_yet_is_a_figure_too() -> None:
-    text = Metrics().render(EngineStatus(boot_id="b", seq=1, running=0, waiting=0), 0.0).decode()
+    text = Metrics().render(EngineStatus(boot_id="b", running=0, waiting=0), 0.0).decode()
     loads = [(origin, result) for origin in ("host", "stored") for result in ("failed", "ok")]
     for series in (
         *(
@@ -175,7 +175,7 @@ def test_labels_are_capped(length: int) -> None:
         for index in range(5000)
         for tier in ("host", "device")
     ]
-    engine = EngineStatus(boot_id="b", seq=1, running=0, waiting=0, residents=residents)
+    engine = EngineStatus(boot_id="b", running=0, waiting=0, residents=residents)
     text = metrics.render(engine, 0.0).decode()
     assert 'tenant="_other"' in text
     assert f'tenant="{names[0]}"' in text

@@ -162,7 +162,6 @@ class Scraped:
         pages = {"free": 10, "kv": 30, "prefix": 40, "adapter": 20}
         status = EngineStatus(
             boot_id="b",
-            seq=1,
             running=0,
             waiting=0,
             residents=list(residents),

@@ -13,11 +13,10 @@ from manylora.engine.core import EngineCore
 from manylora.engine.execution.memory_plan import CPU_STEP_TOKENS
 from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.fairness.prices import Prices
-from manylora.engine.model.rope_spec import RopeSpec
-from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
+from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.request_limits import ModelLimits
 from manylora.engine.scheduling.scheduler import Scheduler
-from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
+from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.geometry import PageGeometry
 from manylora.memory.host_slab import SwapSpace
 from manylora.memory.pool import PagePool
@@ -75,7 +74,6 @@ class SimulatedEngine:
         make_loader: Makes the loader of adapters.
         copier: Copies adapters to the device.
         executors: Run loads and copies.
-        eviction: The evictor's policy.
         is_caching: Whether there is a prefix cache.
         prices: Of the work of a step.
         poison: Told of pages that come free.
@@ -96,7 +94,6 @@ class SimulatedEngine:
         make_loader: Callable[[HostImages, SimulatedSlab], Any],
         copier: object,
         executors: tuple[TaskExecutor, TaskExecutor],
-        eviction: str = "gdsf",
         is_caching: bool = True,
         prices: Prices | None = None,
         poison: Callable[[Sequence[int]], None] | None = None,
@@ -107,8 +104,7 @@ class SimulatedEngine:
         self.slab = SimulatedSlab(host_pages)
         self.images = HostImages(self.slab)
         self.tables = SimulatedTables(slots)
-        policy: Any = eviction
-        self.evictor = Evictor(self.pool, eviction_policy(policy), clock)
+        self.evictor = Evictor(self.pool, clock)
         block_s = geometry.page_tokens * costs.token_s
         self.prefixes = WatchedPrefixCache(self.pool, self.evictor, block_s, clock)
         self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages)
@@ -133,7 +129,6 @@ class SimulatedEngine:
             prefixes=self.prefixes,
             swap=self.swap,
             costs=costs,
-            prefix_seed=prefix_seed("base", "float32", RopeSpec()),
             is_sharing=is_caching,
         )
         self.scheduler = Scheduler(

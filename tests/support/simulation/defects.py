@@ -26,7 +26,7 @@ from manylora.engine.scheduling.request_table import RequestTable
 from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.memory import prefix_cache
 from manylora.memory.eviction import Evictor
-from manylora.memory.host_slab import SwapSpace
+from manylora.memory.host_slab import HostSlab, SwapSpace
 from manylora.memory.pool import NO_OWNER, PageKind, PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain
 
@@ -71,16 +71,8 @@ def leave_the_prefixes_of_an_evicted_adapter(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_host_pages_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
-    start = KvPages.start
-
-    def hasty(self: KvPages, *args: Any) -> bool:
-        has_started = start(self, *args)
-        for _, host_pages in self._leaving_host:
-            self.swap.free(host_pages)
-        self._leaving_host = []
-        return has_started
-
-    patch.setattr(KvPages, "start", hasty)
+    free = HostSlab.free
+    patch.setattr(HostSlab, "free", lambda self, pages, *_: free(self, pages))
 
 
 def lease_an_older_generation(patch: pytest.MonkeyPatch) -> None:

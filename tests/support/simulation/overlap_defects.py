@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manylora.engine.core import EngineCore
-from manylora.engine.fairness.place import FairPlace
+from manylora.engine.fairness.shares import FairPlace
 from manylora.engine.scheduling import outcomes
 from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan

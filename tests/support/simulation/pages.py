@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from manylora.memory.host_slab import HostSlab
+from manylora.memory.pool import PagePool
 
 Fail = Callable[[str], None]
 """Takes note of something that must not happen."""
@@ -57,9 +58,9 @@ class SimulatedSlab(HostSlab):
         pages: Any = [HostPage() for _ in range(num_pages)]
         self.pages = pages
         self.host_pages: list[HostPage] = pages
+        self._pool = PagePool(num_pages, self._lose, first_page=0)
 
-    def free(self, pages: Sequence[int]) -> None:
-        super().free(pages)
+    def _lose(self, pages: Sequence[int]) -> None:
         for page in pages:
             self.host_pages[page].content = None
 

@@ -56,12 +56,11 @@ class Scenario:
     step_tokens: int
     load_threads: int
     policy: Literal["fcfs", "fair"]
-    inner: Literal["fifo", "shortest", "slack", "mlfq"]
+    batch_stretch: float
     itl_target_ms: float | None
     prices: Prices
     """The lower an output token's is, the sooner rows change hands."""
     tenants: frozenset[str]
-    eviction: Literal["gdsf", "lru"]
     is_caching: bool
     costs: PageCosts
     token_s: float
@@ -115,11 +114,10 @@ def draw(seed: int) -> Scenario:
         step_tokens=max(rng.choice([4, 8, 16, 48]), max_running),
         load_threads=rng.choice([1, 2]),
         policy=rng.choice(["fcfs", "fair", "fair"]),
-        inner=rng.choice(["fifo", "fifo", "shortest", "slack", "mlfq", "mlfq"]),
+        batch_stretch=rng.choice([1.1, 1.25, 1.25, 1.25, 1.5, 4.0]),
         itl_target_ms=rng.choice([None, None, 5.0]),
-        prices=Prices(output=rng.choice([0.05, 0.3, 2.0])),
+        prices=Prices(output=rng.choice([0.05, 0.3, 2.0]), page_load=rng.choice([2.0, 20.0])),
         tenants=frozenset(tenants),
-        eviction=rng.choice(["gdsf", "lru"]),
         is_caching=rng.random() < 0.8,
         costs=PageCosts(
             copy_s=copy_s, load_s=faults.load_s, token_s=rng.choice([0.0001, 0.01, 0.1, 0.1])

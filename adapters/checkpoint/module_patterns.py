@@ -1,8 +1,7 @@
 r"""Matches module paths with the keys of `rank_pattern` and `alpha_pattern` as PEFT does, in time linear in the path.
 
 PEFT runs `re.match(rf"(.*\.)?({key})$", path)`: a key is a regular expression, at the end of a path and after a dot.
-Python's engine never ends for some keys, so the regex engine of pydantic runs them, which never backtracks. A key may
-have only what both engines understand alike.
+Python's engine never ends for some keys; `linear_regex` matches them without it.
 
 A key is literal if it means the same when it is read letter by letter, although a dot in it stands for any character.
 """
@@ -10,12 +9,16 @@ A key is literal if it means the same when it is read letter by letter, although
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
+from manylora.adapters.checkpoint.linear_regex import (
+    InvalidRegexError,
+    UnsupportedRegexError,
+    path_matcher,
+)
 from manylora.strict_json import named, shown
 
 MAX_KEY_LENGTH = 1024
@@ -23,12 +26,6 @@ MAX_GROUPS = 100
 MAX_LITERAL = 256
 """Largest length of a literal key."""
 _LITERAL = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
-_SIMPLE = re.compile(
-    r"(?:(?:[\w.^$|)-]|\((?:\?:|(?!\?))|\\[.dDsSwW]|\[\^?(?:[a-z]-[a-z]|[A-Z]-[A-Z]|\d-\d|[\w.]|\\[.dDsSwW])+\])"
-    r"(?:(?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\})\??)?)*",
-    re.ASCII,
-)
-"""Pattern of the expressions that both engines understand alike."""
 _DIGIT = "#"
 _LAYERS = ("layers.", "model.layers.", "language_model.layers.", "model.language_model.layers.")
 _HEADS = ("", *_LAYERS, "language_model.model.layers.")
@@ -104,35 +101,20 @@ def matcher(pattern: str, key: str) -> Matcher | None:
     if is_literal_path(key.removeprefix("^")):
         return None
     param = named(f"{pattern}[{key}]")
-    message = f"{pattern} has the key {shown(key)}; it is "
-    hint = "Name modules by their paths, or by . \\. \\d \\w ( | ) [ ] * + ? {1,2} ^ and $ between letters."
+    described = f"{pattern} has the key {shown(key)}; it is "
+    simpler = "Name the modules in a simpler way."
     if len(key) > MAX_KEY_LENGTH or key.count("(") > MAX_GROUPS:
-        message += f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups."
-        refuse_unsupported("config.pattern_unsupported", message, param, hint)
-    expression = rf"(.*\.)?({key})$"
+        described += (
+            f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups."
+        )
+        refuse_unsupported("config.pattern_unsupported", described, param, simpler)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            re.compile(expression)
-    except (re.error, OverflowError) as error:
-        message += f"no regular expression of Python: {getattr(error, 'msg', error)}."
-        wrong = "PEFT cannot load it either: correct the key."
-        refuse("config.pattern_invalid", message, param, wrong)
-    if _SIMPLE.fullmatch(key) is None:
-        message += "not a simple regular expression."
-        refuse_unsupported("config.pattern_unsupported", message, param, hint)
-    from pydantic_core import (
-        SchemaError,
-        SchemaValidator,
-        core_schema,
-    )  # the engine starts without it
-
-    schema = core_schema.str_schema(pattern=f"^{expression}", regex_engine="rust-regex")
-    try:
-        return SchemaValidator(schema).isinstance_python
-    except SchemaError:
-        message += "too large a regular expression."
-        refuse_unsupported("config.pattern_unsupported", message, param, hint)
+        return path_matcher(rf"(.*\.)?({key})$")
+    except InvalidRegexError as error:
+        hint = "PEFT cannot load it either: correct the key."
+        refuse("config.pattern_invalid", f"{described}{error}.", param, hint)
+    except UnsupportedRegexError as error:
+        refuse_unsupported("config.pattern_unsupported", f"{described}{error}.", param, simpler)
 
 
 def _endings(path: str) -> list[str]:

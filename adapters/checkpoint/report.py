@@ -48,6 +48,7 @@ def report_on(
         _untrained([entry.name in zeros for entry, name in tensors if name.place.part == "b"]),
         _MOVED.format(names[0].stem) if "language_model" in names[0].stem else "",
         _unused(fields, config, names),
+        _overlap(fields.alpha_pattern),
         "" if "lora_alpha" in config or "peft_type" not in config else _NO_ALPHA,
         _other_base(config.get("base_model_name_or_path") or config.get("model"), base_names),
     ]
@@ -86,6 +87,19 @@ def _unused(fields: LoraFields, config: Mapping[str, object], names: Sequence[Te
     more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
     listed = ", ".join(shown(key) for key in sorted(missing)[:MAX_NAMES])
     return f"The config names modules of which the file holds nothing: {listed}{more}. Nothing is changed there."
+
+
+def _overlap(alpha_pattern: Mapping[str, float]) -> str:
+    """Warning of keys in alpha_pattern that match one module. For ranks, the tensors' sizes decide."""
+    for key in alpha_pattern:
+        parts = key.split(".")
+        for shorter in (".".join(parts[start:]) for start in range(1, len(parts))):
+            if shorter in alpha_pattern:
+                return (
+                    f"alpha_pattern has {shown(key)} and {shown(shorter)}, which match the same modules. The first in "
+                    "the file counts, as in PEFT; as PEFT sorts them when it saves, in training another may have."
+                )
+    return ""
 
 
 def _other_base(trained_on: object, base_names: Sequence[str]) -> str:

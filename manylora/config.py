@@ -27,6 +27,7 @@ MetricsAliases = Literal["none", "vllm"]
 KvDtype = Literal["auto", "int8"]
 Policy = Literal["fcfs", "fair"]
 Overlap = Literal["auto", "on", "off"]
+Inner = Literal["fifo", "shortest", "slack", "mlfq"]
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -199,6 +200,10 @@ class SchedulerConfig:
     policy: Policy = "fair"
     """Order of requests: fair takes first the tenants that were served least for their weight, then their adapters,
     then arrival; fcfs is first come, first served."""
+    inner: Inner = "fifo"
+    """Order among the requests of one tenant for one adapter: fifo by arrival, shortest by fewest predicted tokens,
+    slack by least time to the deadline, mlfq by a multi-level feedback queue, in which long answers pause for short
+    ones, for about half a second at most."""
     itl_target_ms: float | None = None
     """Longest time that a step should take, in milliseconds. To keep it, prompts are computed in smaller chunks, and
     batches get the time that is left. When not set, each step is filled up to `scheduler.step_tokens`."""
@@ -218,7 +223,7 @@ class SchedulerConfig:
             max_wait_s=(0.1, 3600),
         )
         _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.1, 100))
-        _check_choices("scheduler", self, policy=Policy, overlap=Overlap)
+        _check_choices("scheduler", self, policy=Policy, inner=Inner, overlap=Overlap)
         holds_all = self.step_tokens is None or self.max_running <= self.step_tokens <= 1 << 20
         expected = f"from scheduler.max_running ({self.max_running}) to 1048576"
         _require(holds_all, "scheduler.step_tokens", expected, self.step_tokens)

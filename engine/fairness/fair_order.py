@@ -30,6 +30,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Literal
 
+from manylora.engine.fairness.inner_order import InnerOrder
 from manylora.engine.fairness.shares import (
     ChildRows,
     FairPlace,
@@ -45,12 +46,14 @@ INTERACTIVE_WEIGHT = 0.95
 """Weight of lane 0."""
 BATCH_WEIGHT = 0.05
 """Weight of each other lane: a batch gets a twentieth of the service while interactive requests take the rest."""
+MAX_STOPPED_PER_ROW = 2
+"""Stopped requests per row of a step above which requests of one adapter take no more rows from each other."""
 STOPPED_FRACTION = 0.5
 """Stopped requests per row in the step above which equal shares take no more turns."""
 MIN_STOPPED = 4
 """Stopped requests up to which equal shares take turns, however small a step is."""
 _last_served = attrgetter("priority", "arrival_index")
-"""Sorts rows of one tenant: the largest makes way first."""
+"""Sorts rows of one tenant, whatever their adapters: the largest makes way first."""
 
 
 class FairOrder:
@@ -58,14 +61,20 @@ class FairOrder:
 
     Args:
         policy: "fair", or "fcfs", which makes one share of all requests of a lane.
+        inner: Order of requests of one adapter of one tenant.
         quantum: Units of service; see `QUANTUM_TOKENS`.
         num_rows: Most requests in a step.
     """
 
-    def __init__(self, policy: Literal["fcfs", "fair"], quantum: float, num_rows: int) -> None:
-        self._stopped: set[FairPlace] = set()
-        """Requests that had a row and want it back."""
+    def __init__(
+        self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float, num_rows: int
+    ) -> None:
+        self._max_stopped = MAX_STOPPED_PER_ROW * num_rows
+        self._stopped: dict[str, FairPlace] = {}
+        """Requests that had a row and want it back, by id."""
+        self._now_s = 0.0
         self._is_fair = policy == "fair"
+        self._inner = inner
         self._quantum = quantum
         self._credit = quantum * num_rows
         """Units by which a share that had all it wanted may stay behind the others."""
@@ -76,8 +85,9 @@ class FairOrder:
         self._looked: set[str] = set()
         self._rows_by_share: dict[FairShare, ChildRows] = {}
         """Rows of the children of a share; valid until a row changes hands."""
-        self._worst_rows: dict[FairShare, FairPlace | None] = {}
-        """Row with the worst priority, by tenant; valid until a row changes hands."""
+        self._settled: dict[FairShare, FairPlace | None] = {}
+        """By tenant: its row with the worst priority. By adapter: None if none of its rows makes way. Valid until a row
+        changes hands."""
         self._num_prioritized = 0
         """Requests with a priority of their own."""
         self.num_queued = 0
@@ -107,7 +117,7 @@ class FairOrder:
             self._drop_row(place)
         else:
             self._unqueue(place)
-            self._stopped.discard(place)
+            self._stopped.pop(place.request_id, None)
         self._num_prioritized -= place.priority != 0
         for share in place.flow.path:
             if not share.num_queued and not share.rows and share.parent is not None:
@@ -116,7 +126,7 @@ class FairOrder:
     def queue(self, place: FairPlace) -> None:
         """Queue a request that has no row and wants one."""
         flow = place.flow
-        place.queue_key = (place.priority, not place.has_started, place.arrival_index)
+        place.queue_key = self._inner.key(place)
         flow.push(place)
         self.num_queued += 1
         for share in flow.path:
@@ -126,7 +136,7 @@ class FairOrder:
     def start(self, place: FairPlace) -> None:
         """Give a queued request a row."""
         self._unqueue(place)
-        self._stopped.discard(place)
+        self._stopped.pop(place.request_id, None)
         flow = place.flow
         flow.in_step[place.request_id] = place
         place.has_row = True
@@ -143,7 +153,8 @@ class FairOrder:
         """Take the row from a request, and queue it again."""
         self._drop_row(place)
         self.queue(place)
-        self._stopped.add(place)
+        place.standing.stopped_s = self._now_s
+        self._stopped[place.request_id] = place
 
     def charge(self, charges: Sequence[tuple[FairPlace, float]]) -> None:
         """Count the service of a step, in units, for lanes, tenants and adapters."""
@@ -155,6 +166,7 @@ class FairOrder:
             by_share[tenant] += units
             by_share[lane] += units
         charge_shares(by_share)
+        self._inner.charge(charges)
 
     def candidates(self, limit: int) -> Generator[FairPlace, None, None]:
         """Queued requests, first to be served first, at most `limit`. The caller may `start` each as it comes.
@@ -199,7 +211,7 @@ class FairOrder:
             if row is not None or not child.rows:
                 return row
             node = child
-        return None
+        return self._row_within(place.flow, place)
 
     def _row_among(self, node: FairShare, child: FairShare, place: FairPlace) -> FairPlace | None:
         """Row that a sibling of `child` gives up for it."""
@@ -227,16 +239,32 @@ class FairOrder:
 
     def _by_priority(self, node: FairShare, place: FairPlace) -> FairPlace | None:
         """Row of a tenant that makes way because the tenant ordered its own requests."""
-        if node not in self._worst_rows:
+        if node not in self._settled:
             rows = [
                 row
                 for flow in node.stepping.values()
                 if isinstance(flow, Flow)
                 for row in self._free_rows(flow)
             ]
-            self._worst_rows[node] = max(rows, key=_last_served, default=None)
-        row = self._worst_rows[node]
+            self._settled[node] = max(rows, key=_last_served, default=None)
+        row = self._settled[node]
         return row if row is not None and row.priority > place.priority else None
+
+    def _row_within(self, flow: Flow, place: FairPlace) -> FairPlace | None:
+        """Row that makes way for another request of the same adapter.
+
+        A new request takes no row while `MAX_STOPPED_PER_ROW` stopped requests per row wait to go on.
+        """
+        if flow in self._settled:
+            return None
+        row = self._last_row(flow)
+        if row is None or not self._inner.yields(row, place):
+            self._settled[flow] = None  # the requests queued behind this one get no row either
+            return None
+        is_crowded = len(self._stopped) >= self._max_stopped
+        if is_crowded and place.request_id not in self._stopped and row.priority <= place.priority:
+            return None
+        return row
 
     def is_behind(self, other: FairPlace, place: FairPlace) -> bool:
         """True if `other` must give its pages to `place`, because its share is far enough ahead."""
@@ -254,11 +282,15 @@ class FairOrder:
             num_rows = rows + (not other.has_row)
             position = share.counter + share.quantum * num_rows / share.weight
             is_behind = share is not mine and self._is_ahead(share, position, mine, rows)
-            # Priorities order the requests of one tenant.
-            is_later = other.flow.parent is place.flow.parent and other.priority > place.priority
-            if is_behind or (other.has_row and is_later):
+            if is_behind or (other.has_row and self._is_later(other, place)):
                 given[share] += other.has_row
                 yield other
+
+    def _is_later(self, row: FairPlace, place: FairPlace) -> bool:
+        """True if their tenant's own order has `row` make way for `place`."""
+        if row.flow is place.flow:
+            return self._inner.yields(row, place)
+        return row.flow.parent is place.flow.parent and row.priority > place.priority
 
     def entitlement(self, place: FairPlace) -> tuple[float, ...]:
         """Sorts requests of the step and others alike: the smallest is the most entitled to pages."""
@@ -275,6 +307,14 @@ class FairOrder:
         """Sorts requests with rows, or about to get one, by their turn for tokens; a lane's weight counts here."""
         flow, tenant, lane = place.flow.path
         return (lane.counter, tenant.counter, flow.counter, place.arrival_index)
+
+    def tick(self, now_s: float) -> None:
+        """Let time change the inner order of requests that had a row and lost it. Comes before each plan."""
+        self._now_s = now_s
+        for place in self._inner.due(self._stopped.values(), now_s):
+            self._unqueue(place)
+            self._inner.renew(place)
+            self.queue(place)
 
     def check(self) -> set[str]:
         """Verify the counts of all shares, and return the ids of all requests; see `FairShare.check`."""
@@ -359,12 +399,12 @@ class FairOrder:
 
     def _forget_rows(self) -> None:
         self._rows_by_share.clear()
-        self._worst_rows.clear()
+        self._settled.clear()
 
     def _last_row(self, share: FairShare) -> FairPlace | None:
         """Request of a share that makes way first."""
         if isinstance(share, Flow):
-            return max(self._free_rows(share), key=_last_served, default=None)
+            return max(self._free_rows(share), key=self._inner.key, default=None)
         for child in sorted(share.stepping.values(), key=attrgetter("now"), reverse=True):
             row = self._last_row(child)
             if row is not None:

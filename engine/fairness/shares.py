@@ -7,6 +7,7 @@ is one request: whose it is, its expected length and cost, and its place in the 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,27 @@ from manylora.errors import EngineError
 
 MAX_IDLE_SHARES = 4096
 """Idle shares that a share remembers; of more, the one that became idle first is forgotten."""
-SortKey = tuple[int, bool, float]
-"""Position of a request in the queue of its flow: priority, started or not, arrival. The smallest goes first."""
+SortKey = tuple[float, ...]
+"""Position of a request in the queue of its flow: the smallest goes first. It begins with the request's priority."""
 ShareT = TypeVar("ShareT", bound="FairShare")
 _sort_key = itemgetter(0)
 """Sort key of an entry of a queue."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Standing:
+    """Facts of one request for the order of the requests of its adapter and tenant, beside priority and arrival."""
+
+    start_by_s: float = math.inf
+    """Latest second at which it can start and keep its deadline."""
+    level: int | None = None
+    """Level in the multi-level feedback queue; None before it was queued."""
+    level_below_front: int = field(default=0, init=False)
+    """Level to return to after a turn at the front."""
+    level_units: float = field(default=0.0, init=False)
+    """Units used at this level."""
+    stopped_s: float = field(default=0.0, init=False)
+    """Second at which it lost its row."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,6 +66,8 @@ class FairPlace:
     """Output tokens that it is expected to have, from earlier answers of its tenant and adapter."""
     priority: int = 0
     """Lower goes first, within its tenant."""
+    standing: Standing = field(default_factory=Standing)
+    """Facts by which it stands before or behind the other requests of its adapter."""
     load_units: float = 0.0
     """Price of bringing its adapter to the device; 0 while the adapter's size is unknown."""
     has_started: bool = False
@@ -84,6 +103,7 @@ class FairPlace:
             self,
             request_id=request_id,
             arrival_index=arrival_index,
+            standing=replace(self.standing),
             num_charged=num_charged,
             has_started=True,
         )

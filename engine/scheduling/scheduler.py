@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from manylora.adapters.residency.residency import Residency
 from manylora.config import SchedulerConfig
 from manylora.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
+from manylora.engine.fairness.inner_order import inner_order
 from manylora.engine.fairness.lengths import Lengths
 from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.engine.fairness.shares import FairPlace
@@ -91,7 +92,12 @@ class Scheduler:
     def __post_init__(self, kv: KvPages, step_tokens: int, prices: Prices) -> None:
         config = self.config
         self.table = RequestTable(
-            FairOrder(config.policy, QUANTUM_TOKENS * prices.output, config.max_running),
+            FairOrder(
+                config.policy,
+                inner_order(config.inner),
+                QUANTUM_TOKENS * prices.output,
+                config.max_running,
+            ),
             TenantService(prices, Lengths(), self.clock),
             kv,
             self.residency,
@@ -214,6 +220,7 @@ class Scheduler:
         if self.pause is not None and self._is_held():
             return None
         self._rows.is_draining = self.pause == "wait"
+        self.table.order.tick(now_s)
         plan = StepPlan(step=self._step + 1)
         draft = PlanBuilder(plan=plan)
         # Each fork of a beam has its own token: then every beam of a search advances in every step.
@@ -384,6 +391,9 @@ class Scheduler:
             priority=flow.priority if self.config.policy == "fair" else 0,
             load_units=service.prices.load(adapter_pages),
         )
+        if flow.deadline_s is not None:
+            prompt_s = kv.costs.token_s * place.num_prompt
+            place.standing.start_by_s = place.arrived_s + flow.deadline_s - prompt_s
         state = RequestState(
             request=request,
             seed=self.draw_seed() if params.seed is None else params.seed,

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from manylora.engine.fairness.fair_order import FairOrder
+from manylora.engine.fairness.fair_order import MAX_STOPPED_PER_ROW, FairOrder
+from manylora.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, InnerOrder, Mlfq
 from manylora.engine.fairness.shares import MAX_IDLE_SHARES, FairPlace, FairShare, Flow
 from manylora.engine.request import FlowKey
 from simulation.driven import Simulator, adapter, request
@@ -18,8 +19,10 @@ QUANTUM = 10.0
 class Crowd:
     """An order and the requests in it, numbered by arrival."""
 
-    def __init__(self, policy: str = "fair", num_rows: int = 64) -> None:
-        self.order = FairOrder(policy, QUANTUM, num_rows)  # type: ignore[arg-type]
+    def __init__(
+        self, policy: str = "fair", num_rows: int = 64, inner: InnerOrder | None = None
+    ) -> None:
+        self.order = FairOrder(policy, inner or InnerOrder(), QUANTUM, num_rows)  # type: ignore[arg-type]
         self._arrivals = 0
 
     def arrive(
@@ -438,3 +441,45 @@ def test_who_gives_pages_up_is_counted_as_if_those_before_had_done_so() -> None:
     newcomer = crowd.arrive("b")
     assert list(crowd.order.yielding(newcomer, reversed(flood))) == [flood[3], flood[2], flood[1]]
     assert list(crowd.order.yielding(flood[0], [newcomer])) == []
+
+
+def low_and_running(crowd: Crowd, count: int) -> list[FairPlace]:
+    """Requests in the step that have used up the quantum of their first level."""
+    rows = crowd.run(*["t"] * count)
+    crowd.order.charge([(row, 64.0) for row in rows])
+    return rows
+
+
+def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have_theirs_back() -> (
+    None
+):
+    crowd = Crowd(num_rows=4, inner=Mlfq())
+    rows = low_and_running(crowd, 4)
+    for _ in range(4 * MAX_STOPPED_PER_ROW):
+        newcomer = crowd.arrive("t")
+        row = crowd.order.row_for(newcomer)
+        assert row is not None
+        crowd.order.stop(row)
+        crowd.order.start(newcomer)
+        crowd.order.charge([(newcomer, 64.0)])
+    assert crowd.order.row_for(crowd.arrive("t")) is None
+    crowd.order.tick(MAX_PAUSE_S)
+    back = next(crowd.order.candidates(1))
+    assert back in rows
+    assert crowd.order.row_for(back) is not None, (
+        "one that waited long enough takes a row whatever is paused"
+    )
+
+
+def test_a_request_that_was_long_without_its_row_comes_to_the_front() -> None:
+    crowd = Crowd(num_rows=8, inner=Mlfq())
+    row, other = low_and_running(crowd, 2)
+    crowd.order.tick(0.0)
+    crowd.order.stop(row)
+    newcomer = crowd.arrive("t")
+    crowd.order.tick(MAX_PAUSE_S / 2)
+    assert crowd.line() == [newcomer.arrival_index, row.arrival_index]
+    crowd.order.tick(MAX_PAUSE_S)
+    assert row.standing.level == AT_THE_FRONT
+    assert crowd.line() == [row.arrival_index, newcomer.arrival_index]
+    assert crowd.order.row_for(row) is other

@@ -303,10 +303,10 @@ def test_a_paused_request_that_loses_its_pages_keeps_its_place_in_the_queue() ->
     while not table.paused:
         simulator.pump()
     (state, *_) = table.paused
-    before = (state.place.queue_key, table.order.num_queued)
+    before = (state.place.queue_key, state.place.standing.stopped_s, table.order.num_queued)
     simulator.scheduler._preemption.preempt(state, None)
     assert (state.status, state.place.has_row) == ("waiting", False)
     assert state not in table.paused
-    assert (state.place.queue_key, table.order.num_queued) == before
+    assert (state.place.queue_key, state.place.standing.stopped_s, table.order.num_queued) == before
     simulator.core.check()
     finish(simulator, requests)

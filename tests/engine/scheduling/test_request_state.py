@@ -19,6 +19,8 @@ def lived() -> RequestState:
     simulator.submit(request("r", prompt=9, max_tokens=9, ref=adapter("a"), flow=flow))
     simulator.pump(6)
     state = simulator.scheduler.table.requests["r"]
+    state.place.standing.level = 4
+    state.place.standing.level_units = 9.0
     state.place.owes_load = True
     state.place.queued_units = 9.0
     return state
@@ -27,7 +29,8 @@ def lived() -> RequestState:
 @pytest.mark.parametrize(
     ("part", "changed"),
     [
-        ("place", {"request_id", "arrival_index", "num_charged", "has_started"}),
+        ("place", {"request_id", "arrival_index", "standing", "num_charged", "has_started"}),
+        ("place.standing", set()),
         ("pages", {"chain"}),
         ("adapter", set()),
         ("first_output", set()),
@@ -37,8 +40,10 @@ def test_a_fork_keeps_all_that_a_part_is_made_of_and_nothing_else(
     part: str, changed: set[str]
 ) -> None:
     state = lived()
-    old = getattr(state, part)
-    new = getattr(state.fork("r/1", 1.5, 42, Beam(search_id="r")), part)
+    old = state
+    new = state.fork("r/1", 1.5, 42, Beam(search_id="r"))
+    for name in part.split("."):
+        old, new = getattr(old, name), getattr(new, name)
     fresh = type(old)(**{each.name: getattr(new, each.name) for each in fields(old) if each.init})
     for each in fields(old):
         if each.init:

@@ -34,6 +34,7 @@ class EngineSettings:
     """One engine."""
 
     policy: str = "fair"
+    inner: str = "fifo"
     """Order inside one adapter of one tenant."""
     rows: int = 64
     """Most requests of a step."""
@@ -78,6 +79,7 @@ class VirtualEngine(SimulatedEngine):
                 itl_target_ms=settings.itl_target_ms,
                 max_waiting=1 << 20,
                 policy=cast(Any, settings.policy),
+                inner=cast(Any, settings.inner),
             ),
             geometry=replace(small_geometry(PAGE_TOKENS), page_bytes=2 << 20),
             limits=ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE),

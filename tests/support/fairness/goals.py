@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 from fairness.calls import Call
 from fairness.device import CostModel
 from fairness.engine import EngineSettings, VirtualEngine
 from fairness.service import jain_index, max_min_shares
-from fairness.workloads import Client, among, base, fixed, lognormal, many_adapters, together
+from fairness.workloads import Client, among, base, fixed, lognormal, many_adapters, mixed, together
 
 CAPACITY = 144.0
 """Requests of the default sizes that an engine of 64 rows and 512 tokens a step ends in a second, with the base."""
@@ -259,6 +260,37 @@ def steady_beside(policy: str, rate_at: Callable[[float], float]) -> float:
     )
 
 
+# Short and long outputs of one tenant: 80 % of its calls are short.
+
+
+@cache
+def short_and_long(policy: str, inner: str) -> VirtualEngine:
+    calls = Client(tenant="a", sizes=mixed(0.8, fixed(64, 32), fixed(512, 1_024))).poisson(60.0)
+    return _play(policy, calls, 16, inner=inner, num_pages=40_000, is_caching=False)
+
+
+def short_with_mlfq(policy: str) -> float:
+    """Mean seconds of short calls from asking to the end under the multi-level feedback queue, by those of FCFS.
+
+    A call that has not ended counts with its time so far.
+    """
+    mlfq, fcfs = (
+        fmean(
+            (record.ended_s or 16) - record.call.at_s
+            for record in run.records.all
+            if record.call.num_output == 32
+        )
+        for run in (short_and_long(policy, "mlfq"), short_and_long("fcfs", "fifo"))
+    )
+    return mlfq / fcfs
+
+
+def pause_with_mlfq(policy: str) -> float:
+    """Worst pause inside a stream, less the longest step."""
+    engine = short_and_long(policy, "mlfq")
+    return engine.records.itl_s(1.0) - engine.runner.longest_step_s
+
+
 # A target for the time between two tokens.
 
 
@@ -396,6 +428,8 @@ GOALS: tuple[Goal, ...] = (
         lambda policy: tokens_with_target(policy, 7.0),
         at_least=0.8,
     ),
+    Goal("A-12 mean time of short calls with MLFQ, by FCFS", short_with_mlfq, 0.1),
+    Goal("A-12 worst pause with MLFQ less a step, s", pause_with_mlfq, 0.5),
     Goal("TTFT p95 beside a batch, steps more", steps_added_by_batch, 2),
     Goal("time per token beside a batch, by alone", stretch_by_batch, 1.3),
     Goal(

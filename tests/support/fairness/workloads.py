@@ -36,6 +36,11 @@ def lognormal(mean_prompt: int, mean_output: int, sigma: float = 0.6) -> Sizes:
     return draw
 
 
+def mixed(share: float, one: Sizes, other: Sizes) -> Sizes:
+    """`one` for a share of the calls, `other` for the rest."""
+    return lambda rng: (one if rng.random() < share else other)(rng)
+
+
 DEFAULT_SIZES = lognormal(256, 64)
 
 

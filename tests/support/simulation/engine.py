@@ -105,7 +105,7 @@ class Simulation(SimulatedEngine):
                 max_running=scenario.max_running,
                 step_tokens=scenario.step_tokens,
                 policy=scenario.policy,
-                batch_stretch=scenario.batch_stretch,
+                inner=scenario.inner,
                 itl_target_ms=scenario.itl_target_ms,
             ),
             geometry=small_geometry(scenario.page_tokens, scenario.num_groups),

@@ -56,7 +56,7 @@ class Scenario:
     step_tokens: int
     load_threads: int
     policy: Literal["fcfs", "fair"]
-    batch_stretch: float
+    inner: Literal["fifo", "shortest", "slack", "mlfq"]
     itl_target_ms: float | None
     prices: Prices
     """The lower an output token's is, the sooner rows change hands."""
@@ -114,7 +114,7 @@ def draw(seed: int) -> Scenario:
         step_tokens=max(rng.choice([4, 8, 16, 48]), max_running),
         load_threads=rng.choice([1, 2]),
         policy=rng.choice(["fcfs", "fair", "fair"]),
-        batch_stretch=rng.choice([1.1, 1.25, 1.25, 1.25, 1.5, 4.0]),
+        inner=rng.choice(["fifo", "fifo", "shortest", "slack", "mlfq", "mlfq"]),
         itl_target_ms=rng.choice([None, None, 5.0]),
         prices=Prices(output=rng.choice([0.05, 0.3, 2.0]), page_load=rng.choice([2.0, 20.0])),
         tenants=frozenset(tenants),

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from manylora.config import Config, GatewayConfig, environment
+from manylora.registry.db.database import Database
 from manylora.registry.registry import Registry
 from manylora.registry.servers import server_name
 from manylora.server.auth.admin_key import (
@@ -39,12 +40,16 @@ from manylora.server.http.listen import (
     metrics_app,
     url_of,
 )
+from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.process.logs import configure_logs
 from manylora.server.process.long_work import keep_interpreter_moving
-from manylora.server.process.threads import cancel_all, share_database
+from manylora.server.process.threads import cancel_all, place_in
 
 Announce = Callable[[str], None]
 MAX_THREADS = 128
+READERS = 4
+"""Reads of the database at the same time; with the spare ones and the writer, as many as there are connections."""
+SPARE_READERS = 3
 OTHER_BILL_S = 10.0
 """Seconds after a replica starts again in which gateways may bill the requests that it was killed under."""
 
@@ -77,6 +82,12 @@ class Role(NamedTuple):
 
 
 OpenRole = Callable[[Start], Awaitable[Role]]
+
+
+def share_database(database: Database) -> None:
+    """Let tenants take turns at the database: one that writes or reads much waits behind its own requests."""
+    readers = FairSemaphore(READERS, spare=SPARE_READERS)
+    database.share(partial(place_in, FairSemaphore(1)), partial(place_in, readers))
 
 
 def run_server(config: Config | GatewayConfig, announce: Announce, open_role: OpenRole) -> int:

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from manylora.errors import CapacityError
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 LOST = "db.lost"
 """Code of the error while the file is not at its path."""
 BUSY_TIMEOUT_MS = 5000
@@ -99,13 +99,13 @@ class DatabaseFiles:
             if _identity(path) != identity
         ]
         if self._lost and not before:
-            _logger.error(
+            logger.error(
                 "%s was deleted or replaced. Requests are refused, and their usage stays in the journal: put the same "
                 "file back at its path, or restart the server to use what is there then.",
                 " and ".join(self._lost),
             )
         elif before and not self._lost:
-            _logger.info("%s is back", " and ".join(before))
+            logger.info("%s is back", " and ".join(before))
 
     def check(self) -> None:
         """Return if the files were at their paths when `look` was called last.

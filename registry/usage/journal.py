@@ -32,7 +32,7 @@ PROBE_BYTES = 64 << 10
 _LOCK = "lock"
 _SUFFIX = ".journal"
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
@@ -151,7 +151,7 @@ class JournalFiles:
             lock_fd = _lock(self._folder)
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
-            _logger.error(
+            logger.error(
                 "usage journal: %s was deleted or replaced, and is made again", self._folder
             )
         if self._fd is None or _is_at(self._fd, self._path):
@@ -166,7 +166,7 @@ class JournalFiles:
             self._fd, self._path, self._size = lost, lost_path, lost_size  # for a later try
             raise
         os.close(lost)
-        _logger.error("usage journal: %s was deleted or replaced, and is written again", lost_path)
+        logger.error("usage journal: %s was deleted or replaced, and is written again", lost_path)
 
     def discard(self, path: Path, *, is_damaged: bool) -> None:
         """Delete a closed file, after its events are in the database; a damaged one is renamed to `.damaged`."""
@@ -310,7 +310,7 @@ class Journal:
 
     def _note_trouble(self, error: OSError) -> None:
         if self._trouble is None:
-            _logger.error(
+            logger.error(
                 "usage journal: cannot be written, so that requests are refused: %s", error
             )
             self._prober = asyncio.create_task(self._probe(), name="manylora-journal-probe")
@@ -319,7 +319,7 @@ class Journal:
     def _end_trouble(self) -> None:
         if self._trouble is not None:
             self._trouble = None
-            _logger.info("usage journal: can be written again")
+            logger.info("usage journal: can be written again")
 
     async def _probe(self) -> None:
         """Try to write until that succeeds, here or elsewhere."""

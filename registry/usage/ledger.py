@@ -47,7 +47,7 @@ LOOK_S = 1.0
 BATCH_EVENTS = 500
 INTERRUPTED = "interrupted"
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class UsageLedger:
                         message = (
                             "usage journal: %s was deleted before it was moved; its usage is lost"
                         )
-                        _logger.error(message, path)  # noqa: TRY400
+                        logger.error(message, path)  # noqa: TRY400
                         await self.journal.discard(path, is_damaged=False)
                         continue
                     await self._insert(entry.event for entry in entries if entry.kind == "final")
@@ -256,28 +256,6 @@ class UsageLedger:
         async with self.database.read() as session:
             return await usage.month_tokens_without(session, holder_id, month, but)
 
-    async def erase(self, key_ids: Collection[str]) -> int:
-        """Delete the events of these keys, and what they added to the sums.
-
-        A request that ends later is recorded as usual, so no request of the keys should be running. The audit log says
-        how many events were deleted. Other servers over this database may have more in their own journals.
-
-        Returns:
-            Number of deleted events.
-
-        Raises:
-            CapacityError: Database or journal cannot be written now; nothing was erased, try again.
-            InvalidRequestError: An id is empty or cannot be stored.
-        """
-        await self.flush()
-        async with turn(self._moving):
-            # The events of a file that stays are in the database, and would be inserted again after the delete.
-            if self.journal.closed:
-                message = "The usage journal cannot be emptied now; free some space."
-                raise CapacityError(message, code="storage.unavailable")
-            async with self.database.write() as session:
-                return await usage.erase_keys(session, key_ids, self.clock())
-
     @property
     def unmoved_since(self) -> float:
         """Monotonic second of the oldest event that is not in the database; infinite if there is none."""
@@ -333,7 +311,7 @@ class UsageLedger:
                 if last is None or last.completion_tokens <= event.completion_tokens:
                     self._open_marks[event.id] = event
         if self.journal.closed:
-            _logger.info(
+            logger.info(
                 "usage journal: replaying %d ends and %d cut-off requests",
                 num_ends,
                 len(self._open_marks),
@@ -365,7 +343,7 @@ class UsageLedger:
 
     async def _discard(self, path: Path, num_damaged: int) -> None:
         if num_damaged:
-            _logger.error(
+            logger.error(
                 "usage journal: %d damaged lines in %s, kept as .damaged", num_damaged, path.name
             )
         await self.journal.discard(path, is_damaged=num_damaged > 0)
@@ -388,7 +366,7 @@ class UsageLedger:
             await self.flush()
         except (CapacityError, SQLAlchemyError) as error:
             if not (isinstance(error, CapacityError) and error.code == LOST):  # which was said once
-                _logger.warning(
+                logger.warning(
                     "usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error
                 )
             return False

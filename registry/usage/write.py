@@ -17,7 +17,6 @@ from sqlalchemy import ColumnElement, String, Table, case, delete, func, or_, se
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from manylora.errors import InvalidRequestError
-from manylora.registry import audit
 from manylora.registry.db.clock import HOUR_US, from_micros, month_after, month_of, to_micros
 from manylora.registry.db.database import insert_into
 from manylora.registry.db.models import (
@@ -50,7 +49,6 @@ _TEXTS = {
 """Texts, with the most characters that the column takes. `request_id` is cut instead of refused."""
 _adapters = UsageAdapterRow.__table__
 _months = UsageMonthRow.__table__.c
-_TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow, UsageMonthRow)
 
 
 def checked_event(event: UsageEvent) -> UsageEvent:
@@ -198,33 +196,3 @@ async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str
         )
         for row in found
     }
-
-
-async def erase_keys(session: AsyncSession, key_ids: Collection[str], now: datetime) -> int:
-    """Delete all usage of these keys, and write the number of events of each key into the audit log.
-
-    Exact: each row of sums belongs to one key.
-
-    Returns:
-        Number of deleted events.
-
-    Raises:
-        InvalidRequestError: An id cannot be stored, or is empty: that would mean the admin key's requests.
-    """
-    wanted = sorted({check_text(key_id, "key_ids", 64) for key_id in key_ids})
-    if "" in wanted:
-        raise InvalidRequestError("key_ids must not hold an empty id.", param="key_ids")
-    counted = (
-        select(UsageEventRow.key_id, func.min(UsageEventRow.tenant), func.count())
-        .where(UsageEventRow.key_id.in_(wanted))
-        .group_by(UsageEventRow.key_id)
-        .order_by(UsageEventRow.key_id)
-    )
-    found = (await session.execute(counted)).all()
-    for key_id, tenant, events in found:
-        audit.add(
-            session, now, audit.ADMIN, "usage.erase", tenant=tenant, target=key_id, events=events
-        )
-    for table in _TABLES:
-        await session.execute(delete(table).where(table.key_id.in_(wanted)))
-    return sum(events for _, _, events in found)

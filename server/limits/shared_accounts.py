@@ -38,7 +38,7 @@ SETTLE_S = 2.0
 ROUNDS = 3
 """Exchanges that a request waits for at most: others may take what was fetched for it."""
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class SharedAccounts(Accounts):
@@ -150,7 +150,7 @@ class SharedAccounts(Accounts):
                 [request for _, request in due], int(max(0.0, now_s - self._blind_s) * 1e6)
             )
         except (CapacityError, SQLAlchemyError) as error:
-            _logger.warning("limits: the database cannot be asked: %s", error)
+            logger.warning("limits: the database cannot be asked: %s", error)
             self._retry_s = self._monotonic() + MAX_AGE_S
             self._blind_s = min(self._blind_s, self._good_s)
             for allocation, request in due:

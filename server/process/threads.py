@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import structlog
 
@@ -19,15 +18,9 @@ from manylora.config import usable_cores
 from manylora.errors import CapacityError
 from manylora.server.process.fair_semaphore import FairSemaphore
 
-if TYPE_CHECKING:
-    from manylora.registry.db.database import Database
-
 log = structlog.get_logger("manylora.server")
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
-READERS = 4
-"""Reads of the database at the same time; with the spare ones and the writer, as many as there are connections."""
-SPARE_READERS = 3
 
 
 class Acting(NamedTuple):
@@ -46,12 +39,6 @@ _threads = FairSemaphore(min(32, usable_cores() + 4) - 2, spare=1)
 def place_in(places: FairSemaphore) -> AbstractAsyncContextManager[None]:
     """A place in the turn of the tenant that the current task acts for."""
     return places.place(*acting.get())
-
-
-def share_database(database: Database) -> None:
-    """Let tenants take turns at the database: one that writes or reads much waits behind its own requests."""
-    readers = FairSemaphore(READERS, spare=SPARE_READERS)
-    database.share(partial(place_in, FairSemaphore(1)), partial(place_in, readers))
 
 
 async def in_thread(

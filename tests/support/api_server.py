@@ -29,7 +29,7 @@ from manylora.server.http.body import Pace
 from manylora.server.http.json_body import BodyReader
 from manylora.server.http.listen import ApiServer, bind, url_of
 from manylora.server.process.drain import Drain
-from manylora.server.process.threads import share_database
+from manylora.server.run import share_database
 from manylora.server.serve import gate_of, metrics_of, versions_of
 from manylora.server.services import Services, base_names
 from manylora.server.uploads.staged_files import open_staged

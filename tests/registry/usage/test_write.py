@@ -1,34 +1,26 @@
-"""Usage events in SQL: what is stored, what is refused, and what is erased."""
+"""Usage events in SQL: what is stored, and what is refused."""
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import select
 
-from manylora.errors import CapacityError, InvalidRequestError
+from manylora.errors import InvalidRequestError
 from manylora.registry.db.database import Database
 from manylora.registry.db.models import (
-    UsageAdapterRow,
     UsageEventRow,
-    UsageLatencyRow,
-    UsageMonthRow,
-    UsageRollupRow,
 )
 from manylora.registry.records import RETRIED, UsageEvent, UsageQuery
 from manylora.registry.registry import Registry
 from manylora.registry.usage import query as usage_query
 from manylora.registry.usage import write as usage
-from registry_samples import NOON, StandingClock, usage_event
+from registry_samples import NOON, usage_event
 from usage_sums import wrong_sums
 
 pytestmark = pytest.mark.anyio
@@ -134,73 +126,3 @@ def _events(key_id: str | None, count: int) -> Iterator[UsageEvent]:
 
 async def _requests(registry: Registry) -> dict[str | None, int]:
     return {row.key_id: row.requests for row in (await registry.usage.query(BY_KEY)).rows}
-
-
-async def test_the_usage_of_keys_is_erased_with_an_audit_and_all_other_stays(
-    registry: Registry,
-) -> None:
-    for key_id, count in (("key_1", 7), ("key_2", 5), ("key_3", 4), (None, 3)):
-        for event in _events(key_id, count):
-            await registry.usage.record(event)
-    assert await registry.usage.erase(["key_3", "key_1", "key_3", "key_unheard_of"]) == 11
-    async with registry.database.read() as session:
-        for table in (
-            UsageEventRow,
-            UsageLatencyRow,
-            UsageRollupRow,
-            UsageAdapterRow,
-            UsageMonthRow,
-        ):
-            assert set(await session.scalars(select(table.key_id))) == {"key_2", ""}
-    assert await _requests(registry) == {None: 3, "key_2": 5}
-    assert (await registry.usage.summary(["adp_support"]))["adp_support"].requests == 8
-    assert await wrong_sums(registry.database) == 0
-    assert await registry.usage.month_tokens("ten_acme", NOON.replace(day=1, hour=0)) == 8 * 30
-    assert await registry.usage.erase([]) == 0
-    audit = await registry.list_audit()
-    assert [
-        (entry.actor, entry.action, entry.tenant, entry.target, entry.detail) for entry in audit
-    ] == [
-        ("admin", "usage.erase", "acme", key_id, {"events": count})
-        for key_id, count in (("key_3", 4), ("key_1", 7))
-    ]
-
-
-async def test_what_the_journal_held_is_erased_for_good(
-    tmp_path: Path, database_url: str | None, clock: StandingClock
-) -> None:
-    registry = await Registry.open(database_url, tmp_path, clock=clock)
-    for event in _events("key_1", 3):
-        await registry.usage.record(event)
-    assert await registry.usage.erase(["key_1"]) == 3
-    await registry.usage.record(usage_event("use_later", key_id="key_1"))
-    await registry.close()
-    reopened = await Registry.open(database_url, tmp_path, clock=clock)
-    assert await _requests(reopened) == {"key_1": 1}
-    await reopened.close()
-
-
-async def test_nothing_is_erased_while_the_journal_would_bring_it_back(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a full disk a file stays for its marks, and the ends in it are moved again with them."""
-    registry.usage.progress(usage_event("use_running", key_id="key_2"))
-    await registry.usage.record(usage_event("use_1", key_id="key_1"))
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
-        with pytest.raises(CapacityError) as caught:
-            await registry.usage.erase(["key_1"])
-    assert caught.value.code == "storage.unavailable"
-    assert await _requests(registry) == {"key_1": 1}
-    assert await registry.usage.erase(["key_1"]) == 1
-    await registry.usage.flush()
-    assert await _requests(registry) == {}
-
-
-@pytest.mark.parametrize("key_id", ["", "k" * 65, "nul\x00"])
-async def test_ids_that_name_no_key_are_refused(registry: Registry, key_id: str) -> None:
-    await registry.usage.record(usage_event("use_1", key_id=None))
-    with pytest.raises(InvalidRequestError):
-        await registry.usage.erase(["key_1", key_id])
-    assert await _requests(registry) == {None: 1}
-    assert await registry.list_audit() == ()

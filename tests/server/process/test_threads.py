@@ -16,7 +16,8 @@ from manylora.errors import CapacityError
 from manylora.registry.db.database import Database
 from manylora.server.process import threads
 from manylora.server.process.fair_semaphore import FairSemaphore
-from manylora.server.process.threads import Acting, acting, in_thread, repeat, share_database
+from manylora.server.process.threads import Acting, acting, in_thread, repeat
+from manylora.server.run import share_database
 from postgres_server import KINDS, database_of
 
 pytestmark = pytest.mark.anyio

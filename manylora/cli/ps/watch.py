@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,6 +35,9 @@ def watch(console: Console, client: Client, server: str | None, interval: float)
     Raises:
         ClientError: The server refuses, was never there, or has been away for too long.
     """
+    if threading.current_thread() is threading.main_thread():
+        # The background of a shell has it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     body = client.state(server)
     heard_s = time.monotonic()
     trouble: list[str] = []

@@ -223,9 +223,11 @@ class AdapterFitBody(Body):
         return self
 
 
-def _version(key: str) -> int | str:
+def _version(key: str) -> int:
     """The version that a key of an object names."""
-    return int(key) if re.fullmatch("[1-9][0-9]{0,8}", key) else key
+    if not re.fullmatch("[1-9][0-9]{0,8}", key):
+        raise ValueError("a version is a whole number from 1")
+    return int(key)
 
 
 _Weights = Annotated[

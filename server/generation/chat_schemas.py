@@ -154,7 +154,8 @@ def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = 
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{param} must be a string or a list of parts.", param=param)
+        message = f"{param}: a content must be a string or a list of parts, got {shown(value)}."
+        raise InvalidRequestError(message, param=param)
     kinds_given = [kind_of(part, kinds, param) for part in value]
     texts = [part.get(kinds[kind]) for part, kind in zip(value, kinds_given, strict=True)]
     if not all(isinstance(text, str) for text in texts):

@@ -125,8 +125,8 @@ class LimitAllocation(Window):
         return amount <= self.spare and now_s < self._valid_s
 
     def has_room(self, now_s: float, amount: int, limit: int) -> bool:
-        """Return true if this process holds `amount`."""
-        return amount <= limit and self.has(amount, now_s)
+        """Return true if this process holds `amount`, and running requests use no more than the limit with it."""
+        return self.in_use + amount <= limit and self.has(amount, now_s)
 
     def take(self, now_s: float, amount: int) -> TakenAt:
         """Take from what the process holds; returns the database's last answer, for `give_back`."""

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ MAX_SHORT = 1000
 """Most pieces of a file that are less than half as large; each costs requests."""
 _ID = re.compile(r"upl_[0-9a-f]{26}")
 _PIECE = re.compile(r"uploads/upl_[0-9a-f]{26}/([a-z_.]+)-(\d{16})-[0-9a-f]{16}")
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -57,7 +59,11 @@ class PieceFolder:
         path = self._root / key
         with disk_trouble_is_capacity():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(path, _CREATE_FLAGS, 0o600)
+            try:
+                fd = os.open(path, _CREATE_FLAGS, 0o600)
+            except FileNotFoundError:  # another server deleted the folder between the two
+                message = "The upload has ended; make a new one."
+                raise ConflictError(message, code="upload.ended") from None
             try:
                 write_all(fd, content)
                 os.fsync(fd)
@@ -66,10 +72,9 @@ class PieceFolder:
 
     def get(self, key: str, start: int, num_bytes: int) -> tuple[bytes, int]:
         """Bytes of a piece, and its size; raises FileNotFoundError if there is none."""
-        fd = os.open(self._root / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
+        with self._open(key) as file:
             file.seek(start)
-            return file.read(num_bytes), os.fstat(fd).st_size
+            return file.read(num_bytes), os.fstat(file.fileno()).st_size
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove pieces and folders; what is not there is no error."""
@@ -81,13 +86,17 @@ class PieceFolder:
         """The pieces in a folder."""
         with suppress(FileNotFoundError):
             for name in os.listdir(self._root / folder):
-                with suppress(FileNotFoundError):
-                    size = os.stat(self._root / folder / name).st_size
-                    yield {"path": f"{folder}/{name}", "size": size}
+                key = f"{folder}/{name}"
+                # Opened, since a network file system answers `stat` from its cache.
+                with suppress(FileNotFoundError), self._open(key) as file:
+                    yield {"path": key, "size": os.fstat(file.fileno()).st_size}
 
     def folders(self, folder: str) -> list[str]:
         """Names of the folders in a folder."""
         return os.listdir(self._root / folder)
+
+    def _open(self, key: str) -> BufferedReader:
+        return os.fdopen(os.open(self._root / key, _READ_FLAGS), "rb")
 
 
 class StagedFiles:

@@ -311,6 +311,24 @@ def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
         list(staged.read(UPLOAD, WEIGHTS))
 
 
+def test_a_folder_that_another_server_deletes_meanwhile_ends_the_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = StagedFiles(PieceFolder(tmp_path)).writer(UPLOAD, WEIGHTS, None)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(ConflictError) as refused:
+        write(bytearray(b"piece"))
+    assert refused.value.code == "upload.ended"
+
+
+def test_sizes_are_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system answers `stat` from its cache: what another server stored would seem shorter."""
+    staged = StagedFiles(PieceFolder(tmp_path))
+    staged.writer(UPLOAD, WEIGHTS, None)(bytearray(b"piece"))
+    monkeypatch.setattr(staged_files.os, "stat", lambda *_, **__: pytest.fail("from the cache"))
+    assert staged.sizes(UPLOAD)[WEIGHTS] == len(b"piece")
+
+
 def test_an_id_is_no_path(tmp_path: Path) -> None:
     staged = StagedFiles(PieceFolder(tmp_path))
     for ask in (staged.sizes, staged.delete, lambda name: staged.writer(name, WEIGHTS, None)):

@@ -341,6 +341,11 @@ async def test_what_changes_nothing_passes(api: Api, acme: Client) -> None:
             "no content, or null, as only the assistant's may",
         ),
         (
+            {"role": "user", "content": 5},
+            "messages",
+            "a content must be a string or a list of parts, got 5",
+        ),
+        (
             {"role": "user", "content": [{"type": "image_url"}]},
             "messages",
             "messages takes the type text or refusal, got image_url",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from manylora.errors import CapacityError, QuotaExceededError, RateLimitError
+from manylora.registry.access.limit_allocations import AllocationAnswer
 from manylora.registry.limits import Limits
-from manylora.server.limits.limit_allocation import LimitAllocation
+from manylora.registry.usage.ledger import UsageLedger
+from manylora.server.limits.limit_allocation import DueAllocations, LimitAllocation
 from postgres_server import KINDS, database_of
 from shared_limits import World
 
@@ -375,3 +380,19 @@ async def test_an_answer_without_a_bound_grows_over_fetched_tokens_to_the_limit(
         await world.step(0.01)  # 100 tokens a second
     assert total == 5000
     world.end(request)
+
+
+def test_running_requests_are_never_more_than_the_limit_whatever_is_held() -> None:
+    """A server may hold more than a limit that was lowered, until the rest goes back."""
+    ledger = cast(UsageLedger, SimpleNamespace(unmoved_since=math.inf))
+    slots = LimitAllocation(DueAllocations(ledger, lambda: 0.0), "acme", "concurrent_requests")
+    slots.follow(Limits(concurrent_requests=5))
+    slots.needs.append(10)
+    request = slots.request(0.0)
+    assert request is not None
+    slots.take_answer(0.0, request, AllocationAnswer(10, 10.0, 0, 0, 0))
+    for _ in range(5):
+        assert slots.has_room(0.0, 1, 5)
+        slots.take(0.0, 1)
+    assert slots.spare == 5
+    assert not slots.has_room(0.0, 1, 5)

@@ -119,6 +119,7 @@ async def test_aliases_that_make_no_sense_are_refused_with_the_form_that_does(ap
         answer = await acme.patch("/v1/adapters/support", json={"aliases": {"prod": meaning}})
         assert answer.status_code == 400, meaning
         assert answer.json()["error"]["param"].startswith("aliases"), meaning
+        assert 'got "-1"' not in answer.json()["error"]["message"], "that is a whole number"
     assert (await acme.get("/v1/adapters/support")).json()["aliases"] == {"default": 1}
 
 

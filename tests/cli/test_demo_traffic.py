@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +43,25 @@ def test_a_refusal_is_told(recorder: Recorder) -> None:
     recorder.status = 503
     with pytest.raises(ClientError):
         traffic.send_questions(recorder.url, KEYS)
+
+
+def test_ctrl_c_asks_none_of_the_questions_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    go_on = threading.Event()
+
+    def ask(*words: object) -> None:
+        asked.append(words)
+        go_on.wait(10)
+
+    def interrupt(_: float) -> None:
+        if len(slept_s) == 8:
+            threading.Timer(0.1, go_on.set).start()
+            raise KeyboardInterrupt
+        slept_s.append(1)
+
+    slept_s: list[float] = []
+    monkeypatch.setattr(traffic, "ask", ask)
+    monkeypatch.setattr(traffic, "time", SimpleNamespace(sleep=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        traffic.send_questions("http://127.0.0.1:1", KEYS)
+    assert len(asked) == traffic.MAX_AT_ONCE

@@ -47,15 +47,13 @@ def test_a_refusal_is_told(recorder: Recorder) -> None:
 
 def test_ctrl_c_asks_none_of_the_questions_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    go_on = threading.Event()
 
     def ask(*words: object) -> None:
         asked.append(words)
-        go_on.wait(10)
+        threading.Event().wait(1)
 
     def interrupt(_: float) -> None:
         if len(slept_s) == 8:
-            threading.Timer(0.1, go_on.set).start()
             raise KeyboardInterrupt
         slept_s.append(1)
 
@@ -64,4 +62,4 @@ def test_ctrl_c_asks_none_of_the_questions_that_wait(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(traffic, "time", SimpleNamespace(sleep=interrupt))
     with pytest.raises(KeyboardInterrupt):
         traffic.send_questions("http://127.0.0.1:1", KEYS)
-    assert len(asked) == traffic.MAX_AT_ONCE
+    assert len(asked) < 26  # all of nine seconds

@@ -30,7 +30,9 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "logprobs": (0, math.inf, ">= 0"),
     "prompt_logprobs": (0, math.inf, ">= 0"),
 }
-"""Smallest and largest value of each number, and how a refusal describes them; None is in bounds."""
+"""Smallest and largest value of each number, and how a refusal describes them."""
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+"""Numbers that may be None."""
 
 
 def _check(ok: bool, param: str, expected: str, got: object) -> None:
@@ -92,7 +94,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high, expected) in _BOUNDS.items():
             value = getattr(self, name)
-            _check(value is None or low <= value <= high, name, expected, value)
+            is_absent = value is None and name in _OPTIONAL
+            _check(is_absent or (value is not None and low <= value <= high), name, expected, value)
         for token_id, bias in self.logit_bias.items():
             _check(token_id >= 0, "logit_bias", "a map from token ids >= 0", token_id)
             _check(-100 <= bias <= 100, "logit_bias", "from -100 to 100", bias)

@@ -62,9 +62,7 @@ WORDS = {
     "Push again": "Run the command again",
 }
 """Words of the API and its client, with those of the command line."""
-FILTERS = frozenset(
-    {"start", "end", "bucket", "tz", "top", "status", "adapter", "expires_at", "name"}
-)
+FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter", "expires_at"})
 """Fields of the API that are options with the same name."""
 
 

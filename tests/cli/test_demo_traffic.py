@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +43,23 @@ def test_a_refusal_is_told(recorder: Recorder) -> None:
     recorder.status = 503
     with pytest.raises(ClientError):
         traffic.send_questions(recorder.url, KEYS)
+
+
+def test_ctrl_c_asks_none_of_the_questions_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(*words: object) -> None:
+        asked.append(words)
+        threading.Event().wait(1)
+
+    def interrupt(_: float) -> None:
+        if len(slept_s) == 8:
+            raise KeyboardInterrupt
+        slept_s.append(1)
+
+    slept_s: list[float] = []
+    monkeypatch.setattr(traffic, "ask", ask)
+    monkeypatch.setattr(traffic, "time", SimpleNamespace(sleep=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        traffic.send_questions("http://127.0.0.1:1", KEYS)
+    assert len(asked) < 26  # all of nine seconds

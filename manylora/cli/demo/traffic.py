@@ -42,11 +42,14 @@ def send_questions(url: str, keys: Mapping[str, str]) -> int:
     questions = json.loads(demo.QUESTIONS.read_text(encoding="utf-8"))["questions"]
     clients = {tenant: Client(url, key) for tenant, key in keys.items()}
     asked = []
-    with ThreadPoolExecutor(MAX_AT_ONCE) as threads:
+    threads = ThreadPoolExecutor(MAX_AT_ONCE)
+    try:
         for second in range(DURATION_S):
             for _ in range(_RHYTHM[second % len(_RHYTHM)]):
                 ((model, tenant),) = rng.choices([*_SPEAKERS], [*_SPEAKERS.values()])
                 words = (clients[tenant], model, rng.choice(questions), rng.choice((6, 48, 96)))
                 asked.append(threads.submit(ask, *words))
             time.sleep(1)
-    return len([answer.result() for answer in asked])
+        return len([answer.result() for answer in asked])
+    finally:
+        threads.shutdown(cancel_futures=True)  # Ctrl-C asks none of the questions that still wait

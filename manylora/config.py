@@ -248,7 +248,7 @@ class ServerConfig:
     metrics_aliases: MetricsAliases = "none"
     """none or vllm. vllm adds the metrics under vLLM's names, for routers and load generators that read those."""
     auth: Auth = "on"
-    """on or off. off lets everybody in as admin. It is refused on an address that other machines can reach."""
+    """on, or off, which lets everybody in as admin and is refused on an address that other machines can reach."""
     data_dir: Path = Path("manylora-data")
     """Folder of the database, the blobs, the usage journal and the admin key."""
     drain_s: float = 30.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -325,7 +326,7 @@ def test_sizes_are_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A network file system answers `stat` from its cache: what another server stored would seem shorter."""
     staged = StagedFiles(PieceFolder(tmp_path))
     staged.writer(UPLOAD, WEIGHTS, None)(bytearray(b"piece"))
-    monkeypatch.setattr(staged_files.os, "stat", lambda *_, **__: pytest.fail("from the cache"))
+    monkeypatch.setattr(os, "stat", lambda *_, **__: pytest.fail("from the cache"))
     assert staged.sizes(UPLOAD)[WEIGHTS] == len(b"piece")
 
 

@@ -12,7 +12,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-TOKEN_BUDGET = 370_000
+TOKEN_BUDGET = 370_100
 LINE_BUDGETS = {"C++": 1_400, "JavaScript": 3_260}
 LOOK_AGAIN = 400
 PARTS = ("manylora", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")

@@ -93,11 +93,21 @@ async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_was_comp
             await asyncio.gather(task, return_exceptions=True)
     await wait_until_idle(api)
     assert len(api.engine.aborted) == 1
+    await the_bill(api)
     used = await api.usage_totals()
     (work,) = api.engine.work.values()
     assert used["requests"] == 1
     assert max(received, 5) <= used["completion_tokens"] == work.output_tokens < 200
     assert used["prompt_tokens"] == work.prompt_tokens == len(demo_tokenizer().encode("x"))
+
+
+async def the_bill(api: Api) -> dict[str, Any]:
+    """The one usage event. It follows the end of the engine's work, and tells nobody."""
+    async with asyncio.timeout(60):
+        while not (events := (await api.admin.get("/v1/usage/events")).json()["data"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (event,) = events
+    return dict(event)
 
 
 async def cut(api: Api, url: str, when: Callable[[], object], **fields: Any) -> dict[str, int]:
@@ -108,11 +118,7 @@ async def cut(api: Api, url: str, when: Callable[[], object], **fields: Any) -> 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await wait_until_idle(api)
-    async with asyncio.timeout(60):
-        # The bill follows the end of the engine's work, and tells nobody.
-        while not (events := (await api.admin.get("/v1/usage/events")).json()["data"]):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    (event,) = events
+    event = await the_bill(api)
     assert event["status"] == "aborted"
     return {name: event[f"{name}_tokens"] for name in ("prompt", "cached", "completion")}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from coverage import Coverage
 from hypothesis import HealthCheck, settings
 
 from time_by_file import TimeByFile
@@ -43,6 +44,8 @@ atexit.register(gc.unfreeze)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TimeByFile())
+    if hasattr(config, "workerinput") and (first := Coverage.current()) is not None:
+        first.stop()  # pytest-cov starts another one in a process of xdist, and pauses only that
 
 
 @pytest.hookimpl(optionalhook=True)

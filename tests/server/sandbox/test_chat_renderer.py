@@ -226,6 +226,8 @@ def test_a_process_imports_little_of_transformers_where_that_is_enough(
 
 def _forks() -> list[psutil.Process]:
     children = [
-        child for child in psutil.Process().children() if "chat_worker" in " ".join(child.cmdline())
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "chat_worker" in " ".join(child.cmdline())
     ]
     return [fork for child in children for fork in child.children()]

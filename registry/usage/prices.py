@@ -30,7 +30,7 @@ class Price:
     completion: int
 
     def times(self, factor: Decimal) -> Price:
-        """These prices times a factor; the products must be whole numbers of units."""
+        """Prices times a factor; the products must be whole numbers of units."""
         return Price(**{kind: int(units * factor) for kind, units in asdict(self).items()})
 
 

@@ -16,8 +16,9 @@ import marked_traffic
 from demo_ledger import FIGURES, usage_differences
 from long_model import LONG_ANSWER, long_model
 from manylora.cli.demo.round import ADAPTERS, BASE_NAME, TENANTS, play
+from manylora.cli.demo.traffic import MAX_AT_ONCE
 from manylora_server import ADMIN_KEY, ManyloraServer, manylora_server
-from marked_traffic import KEY_NAME, LEFT, MAX_AT_ONCE, Planned, Traffic, plan, replay
+from marked_traffic import KEY_NAME, LEFT, Planned, Traffic, plan, replay
 
 SECONDS = 9.0
 
@@ -30,7 +31,7 @@ class Played:
     traffic: Traffic
     differences: list[str]
     events: list[dict[str, Any]]
-    """Of the whole ledger."""
+    """Events of the whole ledger."""
     keys: dict[str, str]
     """Name of each key by its id."""
 

@@ -59,7 +59,8 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
     rows = host_rows(step, driver.geometry.page_tokens, CPU)
     row_slots = host_slots(step, rows)
     kv = KvViews.of(driver.arena, driver.decoder.spec.sliding_windows)
-    decoder, num_rows = driver.decoder, len(row_slots)
+    decoder = driver.decoder
+    num_rows = len(row_slots)
     eager = decoder.logits(decoder.forward(rows, kv, driver.lora.prepare(row_slots)))
     tiles = np.empty((3, tile_capacity(num_rows, driver.tables.slots, 16)), dtype=np.int32)
     fill_tiles(tiles, row_slots, 16)

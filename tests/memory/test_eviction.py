@@ -22,7 +22,7 @@ class Thing(Evictable):
 
     parts: Parts
     cost_s: float = 1.0
-    """Of a page."""
+    """Cost of a page."""
     kind: PageKind = "adapter"
     dependents: list[Thing] = field(default_factory=list)
 

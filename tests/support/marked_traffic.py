@@ -19,30 +19,18 @@ import httpx
 from manylora import demo
 from manylora.benchmarks.http.runner import play
 from manylora.cli.demo.round import BASE_NAME, TENANTS
+from manylora.cli.demo.traffic import MAX_AT_ONCE, RHYTHM, SPEAKERS
 from manylora.client import Client
 from manylora.errors import ManyloraError
 
 KEY_NAME = "demo traffic"
 """Name of the keys of the traffic, one per tenant."""
 DURATION_S = 60.0
-MAX_AT_ONCE = 6
 LEFT = "left early"
 """`end` of a request whose client closed the connection early."""
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _SEED = 0
-_RHYTHM = (2, 3, 5, 3, 0, 0, 1, 4, 8, 6, 2, 1)
-"""Requests in each second, repeated. Most of them come at the beginning of their second."""
-_SPEAKERS = {
-    ("pirate", "harbour"): 9,
-    (BASE_NAME, "harbour"): 5,
-    ("french", "atelier"): 5,
-    (BASE_NAME, "atelier"): 3,
-    ("shout", "harbour"): 3,
-    ("json", "harbour"): 2,
-    ("haiku", "atelier"): 2,
-}
-"""Model and tenant, by weight."""
 _MANNERS = {"question": 12, "talk": 6, "cut": 2, "text": 3, "leave": 1}
 """Ways to ask, by weight."""
 
@@ -91,7 +79,7 @@ def plan(duration_s: float = DURATION_S) -> list[Planned]:
     )
     planned = []
     for second in range(math.ceil(duration_s)):
-        moments = sorted(second + rng.random() ** 3 for _ in range(_RHYTHM[second % len(_RHYTHM)]))
+        moments = sorted(second + rng.random() ** 3 for _ in range(RHYTHM[second % len(RHYTHM)]))
         planned += [_draw(rng, moment, asked, recorded["questions"]) for moment in moments]
     return [each for each in planned if each.at_s < duration_s]
 
@@ -141,7 +129,7 @@ def _key(client: Client, tenant: str) -> dict[str, Any]:
 def _draw(
     rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]
 ) -> Planned:
-    model, tenant = _pick(rng, _SPEAKERS)
+    model, tenant = _pick(rng, SPEAKERS)
     manner = _pick(rng, _MANNERS)
     question = rng.choice(asked["questions"])
     body: dict[str, Any] = {

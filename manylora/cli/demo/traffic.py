@@ -14,9 +14,9 @@ from manylora.client import Client
 
 DURATION_S = 60
 MAX_AT_ONCE = 6
-_RHYTHM = (2, 3, 5, 3, 0, 0, 1, 4, 8, 6, 2, 1)
+RHYTHM = (2, 3, 5, 3, 0, 0, 1, 4, 8, 6, 2, 1)
 """Requests in each second, repeated."""
-_SPEAKERS = {
+SPEAKERS = {
     ("pirate", "harbour"): 9,
     (BASE_NAME, "harbour"): 5,
     ("french", "atelier"): 5,
@@ -45,8 +45,8 @@ def send_questions(url: str, keys: Mapping[str, str]) -> int:
     threads = ThreadPoolExecutor(MAX_AT_ONCE)
     try:
         for second in range(DURATION_S):
-            for _ in range(_RHYTHM[second % len(_RHYTHM)]):
-                ((model, tenant),) = rng.choices([*_SPEAKERS], [*_SPEAKERS.values()])
+            for _ in range(RHYTHM[second % len(RHYTHM)]):
+                ((model, tenant),) = rng.choices([*SPEAKERS], [*SPEAKERS.values()])
                 words = (clients[tenant], model, rng.choice(questions), rng.choice((6, 48, 96)))
                 asked.append(threads.submit(ask, *words))
             time.sleep(1)

@@ -33,8 +33,8 @@ constexpr int PANEL = 64;   // columns of a panel
 constexpr int64_t MIN_PARALLEL = 1 << 14;  // elements or multiply-adds worth a second thread
 static_assert(PANEL % (VECTORS * LANES) == 0);
 
-// Calls body(row, R) for blocks of R rows, R an integral constant.
-template <class Body>
+// Calls body(row, R) for blocks of R rows, at most ROWS, R an integral constant.
+template <int ROWS, class Body>
 MANYLORA_INLINE void for_blocks(int64_t rows, Body body) {
     int64_t row = 0;
     // Products of two rows are too few to fill the time that one takes: 8 rows are twice 4 rather than 6 and 2.
@@ -100,7 +100,7 @@ inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, in
     if constexpr (HAS_TILES<T>) return multiply_panel_tiles(rows, a, a_stride, units, panel, columns, finish);
 #endif
     for (int64_t column = 0; column < PANEL && column < columns; column += VECTORS * LANES) {
-        for_blocks(rows, [&](int64_t row, auto constant) {
+        for_blocks<ROWS>(rows, [&](int64_t row, auto constant) {
             constexpr int R = decltype(constant)::value;
             const auto end = [&](int64_t r, int64_t c, Floats values) { finish(row + r, column + c, values); };
             if (VECTORS > 2 && columns - column <= 2 * LANES) {

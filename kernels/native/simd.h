@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -29,6 +29,21 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+// Vectors of one register. Products of many rows use these: 16 floats lie in two or four registers of smaller CPUs, and
+// the compiler moves such a vector through memory.
+#if defined(__AVX512BW__)
+constexpr int REGISTER_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int REGISTER_BYTES = 32;
+#else
+constexpr int REGISTER_BYTES = 16;
+#endif
+constexpr int SINGLES = REGISTER_BYTES / 4;
+constexpr int REGISTERS_OF_LANES = LANES / SINGLES;
+
+typedef float Singles __attribute__((vector_size(REGISTER_BYTES)));
+typedef int32_t Sums __attribute__((vector_size(REGISTER_BYTES)));
 
 // bfloat16 as it lies in memory: the upper half of a float.
 struct Bfloat16 {

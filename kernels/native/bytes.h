@@ -21,14 +21,6 @@ constexpr bool IS_WIDENED = true;  // codes of rows are kept in 16 bits too
 constexpr int BYTE_ROWS = 4;
 #endif
 
-MANYLORA_INLINE Sums all_equal(int32_t value) { return Sums{} + value; }
-
-MANYLORA_INLINE Sums unit_at(const void* from) {
-    int32_t bits;
-    std::memcpy(&bits, from, sizeof(bits));
-    return all_equal(bits);
-}
-
 #ifdef __AVX512VNNI__
 
 // Lane i: sums + the products of the 4 unsigned bytes of `weights` with the 4 signed ones of `x`.

@@ -59,7 +59,7 @@ MANYLORA_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < VECTORS; v++) finish(r, v * LANES, load_bits<Floats>(&sums[r][v * REGISTERS_OF_LANES]));
+        for (int v = 0; v < VECTORS; v++) finish(r, v * LANES, joined<Floats>(&sums[r][v * REGISTERS_OF_LANES]));
     }
 }
 

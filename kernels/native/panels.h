@@ -44,7 +44,8 @@ struct Ahead {
 //
 // W is the format of the weights: columns of a TASK and of a PANEL, VECTOR_BYTES of 16 columns and STEP_BYTES of a panel
 // that a step takes, the ROWS of a block, and multiply<R, VECTORS>(rows, weights, features, column, ahead, take), the
-// product of R rows with VECTORS vectors of columns from `column` of the layer on. `take(r, vector, sums)` gets it.
+// product of R rows with VECTORS vectors of columns from `column` of the layer on. `take(r, vector, sums)` gets it. Where
+// MANY_ROWS is not 0, W has a product of its own for as many rows or more.
 // `write(row, column, sums)` gets vectors of columns of the layer, of which the last may be there in part.
 template <class W, class Rows, class Write>
 void multiply_panels(const Rows& all, int64_t rows, int64_t features, const uint8_t* panels, int64_t columns,
@@ -73,29 +74,37 @@ void multiply_panels(const Rows& all, int64_t rows, int64_t features, const uint
             }
         }
 #endif
+        if constexpr (W::MANY_ROWS > 0) {
+            if (end - start >= W::MANY_ROWS) {
+                W::multiply_many(end - start, all.from(start), panels + first / W::PANEL * panel_bytes, features,
+                                 columns - first, take(start, first));
+                return;
+            }
+        }
         // The first block of rows waits for the panels, which are cached for the others: they fetch the next one.
         const int64_t others = (end - start - 1) / W::ROWS, lines = others > 0 ? (LINES + others - 1) / others : 0;
-        const auto multiply = [&](auto vectors) {
-            for (int64_t column = first; column < first + W::TASK && column < columns; column += vectors * LANES) {
-                const uint8_t* panel = panels + column / W::PANEL * panel_bytes;
-                const Ahead own{panel + AHEAD_BYTES, W::STEP_BYTES, LINES, W::PANEL == LANES ? vectors : 1, stride};
-                for_blocks<W::ROWS>(end - start, [&](int64_t block, auto constant) {
-                    const int64_t row = start + block, fetched = (block / W::ROWS - 1) * lines;
-                    const Ahead next{panel + panel_bytes * (LINES + fetched) / LINES, lines * LINE,
-                                     fetched < LINES ? lines : 0, 1, 0};
-                    W::template multiply<decltype(constant)::value, vectors>(
-                        all.from(row), Vectors{panel, stride}, features, column, block == 0 ? own : next,
-                        take(row, column));
-                });
-            }
+        const auto multiply = [&](int64_t block, int64_t column, auto count, auto vectors) {
+            const uint8_t* panel = panels + column / W::PANEL * panel_bytes;
+            const int64_t row = start + block, fetched = (block / W::ROWS - 1) * lines;
+            const Ahead own{panel + AHEAD_BYTES, W::STEP_BYTES, LINES, W::PANEL == LANES ? vectors : 1, stride};
+            const Ahead next{panel + panel_bytes * (LINES + fetched) / LINES, lines * LINE,
+                             fetched < LINES ? lines : 0, 1, 0};
+            W::template multiply<count, vectors>(all.from(row), Vectors{panel, stride}, features, column,
+                                                 block == 0 ? own : next, take(row, column));
         };
-        // With 16 registers few rows take many columns at a time, and many rows few.
-        if (REGISTER_BYTES == 64 || end - start == 1) {
-            multiply(std::integral_constant<int, ALL>{});
-        } else if (end - start == 2) {
-            multiply(std::integral_constant<int, ALL / 2>{});
+        // With 16 registers one row takes all columns at a time, two rows half of them, and many rows few.
+        constexpr std::integral_constant<int, ALL> vectors;
+        constexpr std::integral_constant<int, REGISTER_BYTES == 64 ? ALL : 1> few;
+        if (end - start == 1) {
+            multiply(0, first, std::integral_constant<int, 1>{}, vectors);
+        } else if (end - start == 2 && REGISTER_BYTES < 64) {
+            for (int64_t column = first; column < first + W::TASK && column < columns; column += W::TASK / 2) {
+                multiply(0, column, std::integral_constant<int, 2>{}, std::integral_constant<int, ALL / 2>{});
+            }
         } else {
-            multiply(std::integral_constant<int, 1>{});
+            for (int64_t column = first; column < first + W::TASK && column < columns; column += few * LANES) {
+                for_blocks<W::ROWS>(end - start, [&](int64_t block, auto count) { multiply(block, column, count, few); });
+            }
         }
     };
     // A thread takes neighbours, so that the next panel is its own; many rows are divided as threads get ready.

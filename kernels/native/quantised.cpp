@@ -85,6 +85,7 @@ struct EightBits {
     static constexpr int64_t ZERO = 128, TASK = 64, PANEL = panel_columns(TASK);
     static constexpr int64_t VECTOR_BYTES = LANES * UNIT, STEP_BYTES = PANEL * UNIT;
     static constexpr int ROWS = BYTE_ROWS;
+    static constexpr int64_t MANY_ROWS = 0;
     static constexpr bool WIDENS = IS_WIDENED;
     static int64_t groups(int64_t /*features*/) { return 1; }
     static int64_t panel_bytes(int64_t features) { return padded(features, PITCH) * PANEL; }
@@ -159,6 +160,7 @@ struct FourBits {
     static constexpr int64_t ZERO = 8, TASK = 32, PANEL = panel_columns(TASK), CODES = PANEL * GROUP / 2;
     static constexpr int64_t VECTOR_BYTES = LANES * UNIT, STEP_BYTES = CODES + PANEL * sizeof(Bfloat16);
     static constexpr int ROWS = BYTE_ROWS;
+    static constexpr int64_t MANY_ROWS = 0;
     static constexpr bool WIDENS = false;
     static int64_t groups(int64_t features) { return padded(features, GROUP) / GROUP; }
     static int64_t panel_bytes(int64_t features) { return groups(features) * STEP_BYTES; }

@@ -79,6 +79,14 @@ MANYLORA_INLINE Floats load(const int8_t* from) {
 #endif
 }
 
+// 16 lanes of the registers that hold them. Copied one by one: an array that is read across its elements is kept in memory.
+template <class Wide, class Register>
+MANYLORA_INLINE Wide joined(const Register* registers) {
+    Register copies[REGISTERS_OF_LANES];
+    for (int i = 0; i < REGISTERS_OF_LANES; i++) copies[i] = registers[i];
+    return load_bits<Wide>(copies);
+}
+
 MANYLORA_INLINE Singles load_singles(const float* from) { return load_bits<Singles>(from); }
 
 MANYLORA_INLINE Singles load_singles(const Bfloat16* from) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from zoneinfo import ZoneInfo
 
@@ -358,3 +359,44 @@ class AdapterUsage(UsageTotals):
     """Usage of one adapter by all tenants since it was created."""
 
     last_used_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """The model that a request names."""
+
+    name: str
+    """The text that the client sent."""
+    adapter: AdapterIdentity | None = None
+    """None is the base."""
+    version: AdapterVersion | None = None
+    """Version of the adapter, always with it."""
+
+    @property
+    def ref(self) -> AdapterRef | None:
+        """The reference for the engine; None is the base."""
+        return self.adapter.ref(self.version) if self.adapter and self.version else None
+
+    def usage_event(
+        self,
+        identity: Identity,
+        tenant_id: str | None,
+        tenant: str | None,
+        request_id: str,
+        endpoint: str,
+    ) -> Callable[..., UsageEvent]:
+        """Maker of the usage event of a request for it, of what is known at the end."""
+        adapter = self.adapter
+        version = self.version
+        return partial(
+            UsageEvent,
+            tenant_id=tenant_id,
+            tenant=tenant,
+            key_id=identity.key_id,
+            adapter_id=adapter.id if adapter else None,
+            adapter=adapter.name_for(tenant_id) if adapter else None,
+            adapter_version=version.version if version else None,
+            adapter_digest=version.digest if version else None,
+            request_id=request_id,
+            endpoint=endpoint,
+        )

@@ -12,9 +12,10 @@ from manylora.server import apis, errors
 from manylora.server.adapters import push as routes_push
 from manylora.server.adapters import routes as routes_adapters
 from manylora.server.auth import browser as routes_session
+from manylora.server.auth.middleware import outer_layers
 from manylora.server.batches import routes as routes_batches
-from manylora.server.boundary import OPEN_WHILE_DRAINING, outer_layers
 from manylora.server.generation import models, tokens
+from manylora.server.http.boundary import OPEN_WHILE_DRAINING
 from manylora.server.http.dashboard import add_dashboard
 from manylora.server.http.openapi import openapi_page
 from manylora.server.limits.turns import ManagementTurns

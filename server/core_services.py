@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Protocol, cast
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from fastapi import Depends
 from starlette.requests import Request
 
 import manylora
+from manylora.registry.db.clock import utc_now
 from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.turns import Arrivals
 
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
     from manylora.engine.text.tokenizer import Tokenizer
     from manylora.registry.db.models import TenantRow
     from manylora.registry.limits import Limits
-    from manylora.registry.records import UsageEvent
-    from manylora.server.http.json_body import BodyReader
+    from manylora.registry.records import ResolvedModel, UsageEvent
+    from manylora.server.http.body import BodyReader
     from manylora.server.limits.gate import Gate
     from manylora.server.process.drain import Drain
     from manylora.server.sandbox.chat_renderer import ChatRenderer
     from manylora.server.sandbox.grammar_checker import GrammarChecker
     from manylora.server.telemetry.metrics import Metrics
-    from manylora.server.versions.resolved_model import ResolvedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Clock:
 
     monotonic: Callable[[], float] = time.monotonic
     """Seconds that never jump."""
-    now: Callable[[], datetime] = lambda: datetime.now(UTC)
-    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    now: Callable[[], datetime] = utc_now
+    started_at: datetime = field(default_factory=utc_now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,24 +132,20 @@ class CoreServices:
     metrics: Metrics
     default_tenant: TenantRow | None = None
     """Tenant for which an admin acts by default; set where authentication is off."""
+    fingerprint: str = field(init=False)
+    """Text that changes whenever seeded sampling may change."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Text that changes whenever seeded sampling may change."""
+    def __post_init__(self) -> None:
         kv = "-kv-int8" if self.ready.geometry.is_kv_int8 else ""
         digest = self.ready.base.digest.removeprefix("sha256:")[:12]
         numbers = f"{self.ready.dtype}-{self.ready.memory.weights}{kv}"
-        return f"manylora-{manylora.__version__}-{digest}-{numbers}"
+        made = f"manylora-{manylora.__version__}-{digest}-{numbers}"
+        object.__setattr__(self, "fingerprint", made)
 
 
-def core_services_of(request: Request) -> CoreServices:
-    """The services of the app that took this request."""
-    return cast(CoreServices, request.app.state.services)
+async def services_of(request: Request) -> Any:  # noqa: ANN401 - what `Core` and `Wired` say
+    """The app's services, as a dependency; async, because FastAPI would run a plain function in a thread."""
+    return request.app.state.services
 
 
-async def _core(request: Request) -> CoreServices:
-    """`core_services_of` as a dependency; async, because FastAPI would run a plain function in a thread."""
-    return core_services_of(request)
-
-
-Core = Annotated[CoreServices, Depends(_core)]
+Core = Annotated[CoreServices, Depends(services_of)]

@@ -1,11 +1,13 @@
 """The only place where errors become HTTP: one table from class to status, one JSON shape, one set of handlers.
 
+The answer to a path that Manylora does not serve says what to call instead.
 Bodies of 500 are constant; every other message is written by Manylora and holds values of the caller's own input only.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 
 import orjson
@@ -19,9 +21,8 @@ from starlette.routing import Match
 from manylora import errors
 from manylora.engine import request as engine_request
 from manylora.errors import ManyloraError
+from manylora.server.http.bodies import refusal_of
 from manylora.server.http.route_facts import JsonBody, error_shape
-from manylora.server.http.unknown_routes import hint, unknown_route
-from manylora.server.http.wrong_value import wrong_value
 
 ANSWERS: dict[type[ManyloraError], tuple[int, str]] = {
     errors.ManyloraError: (500, "server_error"),
@@ -66,6 +67,36 @@ FROM_ENGINE: dict[str, type[ManyloraError]] = {
     "adapter": errors.AdapterUnavailableError,
 }
 """Classes of errors that clients are told, by the engine's kind."""
+MAX_SHOWN = 100
+"""Characters of an unknown path that the answer repeats."""
+_CHAT = "Use POST /v1/chat/completions"
+NOT_SERVED = {
+    "/v1/responses/": "stored responses, nor what is done with them. Send all items with each POST /v1/responses.",
+    "/v1/messages/batches": "Anthropic's batches. Use POST /v1/batches.",
+    "/v1/conversations": f"conversations. {_CHAT} and send the whole history with each request.",
+    "/v1/assistants": f"assistants. {_CHAT}.",
+    "/v1/threads": f"threads. {_CHAT} and send the whole history with each request.",
+    "/v1/realtime": f"the Realtime API. {_CHAT} with stream=true.",
+    **{
+        f"/v1/{name}": f"{name.replace('_', ' ')}: the model generates text only."
+        for name in ("embeddings", "moderations", "images", "audio", "videos", "vector_stores")
+    },
+    "/v1/evals": "evals. Use a client that calls POST /v1/completions, such as lm-eval.",
+    "/v1/fine_tuning": "training. Train the adapter with PEFT and upload it with POST /v1/adapters.",
+}
+"""Routes of OpenAI's API, and of Anthropic's, that Manylora does not have.
+
+They are answered 400. After a 404 a LiteLLM proxy takes the whole model out of rotation, for all of its users.
+"""
+ELSEWHERE = {
+    "/": "POST /v1/completions or POST /v1/chat/completions",
+    "/generate": "POST /v1/completions",
+    "/generate_stream": "POST /v1/completions with stream=true",
+    "/api/generate": "POST /v1/completions",
+    "/api/chat": "POST /v1/chat/completions",
+    "/api/tags": "GET /v1/models",
+}
+"""Routes of other engines, and what they are called here."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. Look for the request id in the server's log."
 
@@ -114,6 +145,32 @@ def install(app: FastAPI) -> None:
     """Give errors of FastAPI and Starlette their answers; `Boundary` answers all others."""
     app.exception_handler(HTTPException)(_on_http_exception)
     app.exception_handler(RequestValidationError)(_on_validation_error)
+
+
+def unknown_route(path: str, has_route: Callable[[str], bool]) -> ManyloraError:
+    """The error for a path without a route; the arguments are those of `hint`."""
+    for known, instead in NOT_SERVED.items():
+        if path == known or path.startswith(f"{known.rstrip('/')}/"):
+            return errors.InvalidRequestError(
+                f"Manylora does not serve {instead}", code="unsupported_route"
+            )
+    return errors.NotFoundError(f"There is no route {path[:MAX_SHOWN]}.{hint(path, has_route)}")
+
+
+def hint(path: str, has_route: Callable[[str], bool]) -> str:
+    """A sentence that says what to call instead; empty if nothing is like `path`.
+
+    Args:
+        path: What the client asked for.
+        has_route: Says whether Manylora serves a path.
+    """
+    bare = path.strip("/")
+    if f"/{bare}" in ELSEWHERE:
+        return f" Manylora's route for this is {ELSEWHERE[f'/{bare}']}."
+    meant = f"/v1/{bare.rpartition('v1/')[2]}"
+    if meant == path or not has_route(meant):
+        return ""
+    return f" Call {meant[:MAX_SHOWN]}: the base URL of a client ends in one /v1, as in http://HOST:8000/v1."
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> JsonBody:
@@ -166,10 +223,4 @@ def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
 
 async def _on_validation_error(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
-    name = str(first["loc"][-1])
-    shown: ManyloraError = errors.InvalidRequestError(f"{name}: {wrong_value(first)}.", param=name)
-    if first["type"] == "extra_forbidden":
-        shown = errors.UnsupportedParameterError(
-            f"{name} is not a parameter of this route.", param=name
-        )
-    return error_response(shown, request.url.path)
+    return error_response(refusal_of({**first, "loc": first["loc"][-1:]}), request.url.path)

@@ -1,6 +1,6 @@
 """A request that a gateway passes on to this server: what the gateway decided for it, and what it wants to know.
 
-`manylora.server.cluster` makes it; a server that clients reach by themselves has none.
+`manylora.server.cluster` makes it as `request.state.hop`, which is None where clients reach the server by themselves.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from starlette.requests import Request
 
 SESSION_HEADER = "x-session-id"
 """Where an alias splits its requests, those with one value get one version. The field `user` has precedence."""
@@ -35,14 +33,3 @@ class Hop:
     """Chooses the version where an alias splits requests, as the gateway has done it already."""
     billed: Callable[[], Counts] = Counts
     """Tokens that would be billed if the request ended now."""
-
-
-def is_probe(request: Request) -> bool:
-    """True if a gateway asks, without the body, whether the caller's limits let such a request in."""
-    return getattr(request.state, "is_probe", False) is True
-
-
-def hop_of(request: Request) -> Hop | None:
-    """The hop of a request; None where it came from a client."""
-    hop = getattr(request.state, "hop", None)
-    return hop if isinstance(hop, Hop) else None

@@ -30,7 +30,6 @@ from manylora.server.auth.admin_key import (
     given_pepper,
 )
 from manylora.server.auth.browser import sign_in_fragment
-from manylora.server.http.connection_room import most_connections, raise_descriptor_limit
 from manylora.server.http.listen import (
     ApiServer,
     Shutdown,
@@ -40,10 +39,10 @@ from manylora.server.http.listen import (
     metrics_app,
     url_of,
 )
+from manylora.server.process.descriptors import most_connections, raise_descriptor_limit
 from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.process.logs import configure_logs
-from manylora.server.process.long_work import keep_interpreter_moving
-from manylora.server.process.threads import cancel_all, place_in
+from manylora.server.process.threads import cancel_all, keep_interpreter_moving, place_in
 
 Announce = Callable[[str], None]
 MAX_THREADS = 128

@@ -28,7 +28,7 @@ from manylora.server.app import create_app
 from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
 from manylora.server.core_services import CallerLimits
-from manylora.server.http.json_body import BodyReader
+from manylora.server.http.body import BodyReader
 from manylora.server.limits.accounts import Accounts
 from manylora.server.limits.gate import Gate
 from manylora.server.process.threads import cancel_all

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends
-from starlette.requests import Request
 
 from manylora.errors import EngineUnavailableError
-from manylora.server.core_services import CoreServices
+from manylora.server.core_services import CoreServices, services_of
 from manylora.server.telemetry.feed import EngineFeed
 
 if TYPE_CHECKING:
@@ -72,12 +71,7 @@ class Services(CoreServices):
             ) from error
 
 
-async def _wired(request: Request) -> Services:
-    """The services of the app, as a dependency; async, because FastAPI would run a plain function in a thread."""
-    return cast(Services, request.app.state.services)
-
-
-Wired = Annotated[Services, Depends(_wired)]
+Wired = Annotated[Services, Depends(services_of)]
 
 
 def base_names(config: Config) -> tuple[str, ...]:

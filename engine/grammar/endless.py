@@ -6,30 +6,37 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
+from manylora.engine.grammar.schema_reader import (
+    TYPES,
+    Place,
+    parts_of,
+    place_of,
+    refusal,
+    replace_part,
+)
 from manylora.errors import InvalidRequestError
 
-_Clause = tuple[Place, frozenset[Place]]
-"""A place that has a finite value if all these places have one."""
+Clause = tuple[Place, frozenset[Place]]
+"""A place of which something is true if it is true of all these places."""
 _CONDITION: Place = ("", "")
 """Names before the number of a condition of a schema. No part of a schema has such a place."""
 _VALUES = frozenset({"const", "enum"})
 
 
-def without_endless(schema: Any, param: str) -> Any:  # noqa: ANN401 - JSON
+def drop_endless(schema: Any, param: str) -> None:  # noqa: ANN401 - JSON
     """Replace all parts of a read schema that no finite value fits by `false`.
 
     Raises:
         InvalidRequestError: No finite value fits the whole schema.
     """
     clauses = list(_clauses(schema, ()))
-    finite = _true_places(clauses)
+    finite = true_places(clauses)
     if () not in finite:
         raise _cause(clauses, finite, param)
-    return _replaced(schema, (), finite)
+    _drop_endless(schema, (), finite)
 
 
-def _true_places(clauses: list[_Clause]) -> set[Place]:
+def true_places(clauses: list[Clause]) -> set[Place]:
     """Find all places that follow from the clauses, in linear time."""
     waiting: dict[Place, list[int]] = defaultdict(list)
     missing = [len(needs) for _, needs in clauses]
@@ -50,7 +57,7 @@ def _true_places(clauses: list[_Clause]) -> set[Place]:
     return found
 
 
-def _clauses(schema: Any, place: Place) -> Iterator[_Clause]:  # noqa: ANN401 - JSON
+def _clauses(schema: Any, place: Place) -> Iterator[Clause]:  # noqa: ANN401 - JSON
     """Clauses about finite values of a schema and of its parts."""
     if schema is True:
         yield place, frozenset()
@@ -114,24 +121,16 @@ def _first_items(schema: Mapping[str, Any]) -> Iterator[Place]:
         yield (rest,)
 
 
-def _replaced(schema: Any, place: Place, finite: set[Place]) -> Any:  # noqa: ANN401 - JSON
-    if place not in finite or not isinstance(schema, dict):
-        return schema if place in finite else False
-    kept = dict(schema)
-    for part, each in parts_of(schema):
-        name, *key = part
-        new = _replaced(each, (*place, *part), finite)
-        if new is each:
-            continue
-        if not key:
-            kept[name] = new
+def _drop_endless(schema: Any, place: Place, finite: set[Place]) -> None:  # noqa: ANN401 - JSON
+    """Replace all parts without a finite value by `false`."""
+    for part, each in parts_of(schema) if isinstance(schema, dict) else ():
+        if (*place, *part) in finite:
+            _drop_endless(each, (*place, *part), finite)
         else:
-            kept[name] = kept[name].copy() if kept[name] is schema[name] else kept[name]
-            kept[name][int(key[0]) if isinstance(kept[name], list) else key[0]] = new
-    return kept
+            replace_part(schema, part, False)
 
 
-def _cause(clauses: Iterable[_Clause], finite: set[Place], param: str) -> InvalidRequestError:
+def _cause(clauses: Iterable[Clause], finite: set[Place], param: str) -> InvalidRequestError:
     """Make the refusal of a schema, at a place of the endless circle or at a schema that is false."""
     needs_of: dict[Place, frozenset[Place]] = {}
     for place, needs in clauses:

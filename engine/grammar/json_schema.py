@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.engine.grammar.endless import without_endless
+from manylora.engine.grammar.endless import drop_endless
 from manylora.engine.grammar.schema_reader import read_schema, refusal
 from manylora.engine.grammar.wide_numbers import WideNumbers
 
@@ -38,7 +38,8 @@ def json_rule(
     Raises:
         InvalidRequestError: It is no schema, or answers cannot be held to it. `param` of the error has the path.
     """
-    kept = without_endless(read_schema(schema, param), param)
+    kept = read_schema(schema, param)
+    drop_endless(kept, param)
 
     def plain(part: Any) -> str:  # noqa: ANN401 - JSON
         chosen = {"x-guidance": {**options, **_ALWAYS}}

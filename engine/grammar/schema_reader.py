@@ -125,6 +125,13 @@ def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
             yield (name,), value
 
 
+def replace_part(schema: Any, part: Place, new: object) -> None:  # noqa: ANN401 - JSON
+    """Put another schema in the place of one that `parts_of` gives."""
+    *outer, key = part
+    holder = schema[outer[0]] if outer else schema
+    holder[int(key) if isinstance(holder, list) else key] = new
+
+
 class _Reader:
     """Reads one schema."""
 
@@ -164,55 +171,35 @@ class _Reader:
                 path,
             )
         kept = {
-            name: self._value(name, value, f"{path}.{name}", depth + 1, (*place, name))
+            name: self._value(name, value, f"{path}.{name}")
             for name, value in schema.items()
             if not _is_note(name)
         }
+        for part, each in parts_of(kept):
+            inner = self.kept(each, ".".join((path, *part)), depth + 1, (*place, *part))
+            replace_part(kept, part, inner)
         _check_range(kept, path)
         _check_min_properties(kept, path)
         return _with_format(kept)
 
-    def _value(self, name: str, value: object, path: str, depth: int, place: Place) -> object:
-        if name in _HOLD_LIST or (name == "items" and isinstance(value, list)):
-            if not isinstance(value, list):
-                raise refusal(f"{name} must be a list of schemas.", path)
-            if not value and name in ("anyOf", "oneOf"):
-                raise refusal(f"{name} must hold at least one schema.", path)
-            pairs = [(str(index), each) for index, each in enumerate(value)]
-            return [
-                self.kept(each, f"{path}.{index}", depth, (*place, index)) for index, each in pairs
-            ]
-        if name in _HOLD_NAMED:
-            if not isinstance(value, dict):
-                raise refusal(f"{name} must be an object of schemas.", path)
-            if name == "patternProperties":
-                for key in value:
-                    _pattern(key, f"{path}.{key}")
-            return {
-                key: self.kept(each, f"{path}.{key}", depth, (*place, key))
-                for key, each in value.items()
-            }
-        return (
-            self.kept(value, path, depth, place)
-            if name in _HOLD_ONE
-            else self._plain(name, value, path)
-        )
-
-    def _plain(self, name: str, value: Any, path: str) -> object:  # noqa: ANN401 - JSON
-        """Check the value of a keyword without schemas in it."""
+    def _value(self, name: str, value: Any, path: str) -> object:  # noqa: ANN401 - JSON
+        """Check the value of a keyword, but not the schemas in it."""
         if name in _EXPECTED and not _EXPECTED[name][0](value):
             raise refusal(f"{name} must be {_EXPECTED[name][1]}.", path)
         if name in _COUNTS:
             return int(value)
         if name == "pattern":
             return _pattern(value, path)
-        if name == "multipleOf":
+        if name == "patternProperties":
+            for key in value:
+                _pattern(key, f"{path}.{key}")
+        elif name == "multipleOf":
             self._check_multiple(value, path)
         elif name == "$ref":
             self._check_reference(value, path)
         elif name in ("enum", "const"):
             _check_value(value, path)
-        return value
+        return value.copy() if isinstance(value, list | dict) else value
 
     def _check_reference(self, reference: str, path: str) -> None:
         if reference != "#" and not reference.startswith("#/"):
@@ -286,6 +273,14 @@ def _is_type(value: object) -> bool:
     return bool(given) and all(each in TYPES for each in given)
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def _are_values(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
@@ -311,6 +306,9 @@ _EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (_is_count, "a whole number, 0 or more")),
     **dict.fromkeys(_BOUNDS, (_is_bound, "a finite number of at most 320 digits")),
     **dict.fromkeys(_TEXTS, (_is_text, "a string")),
+    **dict.fromkeys(_HOLD_LIST, (_is_list, "a list of schemas")),
+    **dict.fromkeys(("anyOf", "oneOf"), (_are_values, "a list of schemas, with at least one")),
+    **dict.fromkeys(_HOLD_NAMED, (_is_object, "an object of schemas")),
     "multipleOf": (_is_multiple, "a number above 0, and finite"),
     "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
     "required": (_are_texts, "a list of strings"),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from manylora.engine.grammar.endless import Clause, true_places
 from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
 from manylora.engine.grammar.string_patterns import WITHOUT_ESCAPE
 from manylora.errors import InvalidRequestError
@@ -292,25 +292,17 @@ def _all_schemas(root: object) -> dict[Place, Any]:
 
 def _wide_places(schemas: Mapping[Place, Any]) -> set[Place]:
     """Places of schemas with a wide value, or with a part or reference that leads to one."""
-    above: dict[Place, list[Place]] = defaultdict(list)
-    found: set[Place] = set()
-    pending: list[Place] = []
+    clauses: list[Clause] = []
     for place, schema in schemas.items():
         if not isinstance(schema, dict):
             continue
-        for part, _ in parts_of(schema):
-            if part[0] not in _SHARED:
-                above[*place, *part].append(place)
+        inside = [(*place, *part) for part, _ in parts_of(schema) if part[0] not in _SHARED]
         if "$ref" in schema:
-            above[place_of(schema["$ref"])].append(place)
+            inside.append(place_of(schema["$ref"]))
+        clauses += [(place, frozenset([each])) for each in inside]
         if any(_is_wide(schema[name]) for name in _NUMBERS if name in schema):
-            pending.append(place)
-    while pending:
-        place = pending.pop()
-        if place not in found:
-            found.add(place)
-            pending += above[place]
-    return found
+            clauses.append((place, frozenset()))
+    return true_places(clauses)
 
 
 def in_order(

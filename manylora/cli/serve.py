@@ -45,7 +45,7 @@ def _run(given: GivenSettings) -> int:
 
         return serve_gateway(as_gateway, typer.echo)
     config = given.load()
-    from manylora.server.http.connection_room import raise_descriptor_limit
+    from manylora.server.process.descriptors import raise_descriptor_limit
 
     raise_descriptor_limit()  # the engine inherits it
     worker = start_worker()  # it imports torch while this process imports the server

@@ -30,9 +30,9 @@ from manylora.server.adapters.form import UploadForm
 from manylora.server.adapters.idempotency import idempotent
 from manylora.server.adapters.schemas import Residents, VersionBody, adapter_view
 from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
+from manylora.server.http.bodies import validate
 from manylora.server.http.body import STREAM_BYTES, content_length, held_body, read_chunks
 from manylora.server.http.form import read_form
-from manylora.server.http.json_body import validate
 from manylora.server.process.threads import in_thread
 from manylora.server.services import Services
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from manylora.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from manylora.registry.names import no_such
 from manylora.registry.records import Identity, Scope
-from manylora.server.core_services import CoreServices, core_services_of
+from manylora.server.core_services import CoreServices
 
 DEFAULT_TENANT = "default"
 """Whose all requests are that name no tenant while authentication is off."""
@@ -92,7 +92,7 @@ class CallerDependency:
         """Called by FastAPI for each request."""
         identity = identity_of(request)
         if identity.role == "admin":
-            return await for_tenant(core_services_of(request), identity, tenant)
+            return await for_tenant(request.app.state.services, identity, tenant)
         if tenant not in (None, identity.tenant):
             raise no_such("tenant", tenant or "", param="tenant")
         if self._scope not in (None, *identity.scopes):

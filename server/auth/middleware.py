@@ -1,18 +1,22 @@
 """Authentication before a byte of the body is read: pure ASGI, and every path is closed unless listed as public.
 
-Keys and sessions are looked up in the registry. `manylora.server.auth.callers` decides what a caller may do.
+It is the innermost of the layers around all routes. Keys and sessions are looked up in the registry.
+`manylora.server.auth.callers` decides what a caller may do.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from manylora.config import is_loopback
+from manylora.config import ServerConfig, is_loopback
 from manylora.errors import (
     AuthenticationError,
     ConflictError,
@@ -23,8 +27,11 @@ from manylora.registry.access.sessions import LINK_PREFIX
 from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.browser import check_own_page, session_token
-from manylora.server.http.connection_room import TRUST
-from manylora.server.http.dashboard import is_public
+from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget
+from manylora.server.http.boundary import Boundary
+from manylora.server.http.dashboard import OPEN_PATHS
+from manylora.server.http.wire import TRUST
+from manylora.server.process.drain import Drain
 from manylora.server.process.threads import Acting, acting
 
 GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")
@@ -34,6 +41,29 @@ SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
 """A POST here takes a key or a link, never a session: a session that could begin another would never end."""
 LOCAL_ADMIN = Identity(role="admin")
 """Every caller, where authentication is off."""
+
+
+def outer_layers(
+    config: ServerConfig, registry: Registry, drain: Drain, answered: Callable[[int], None]
+) -> list[Middleware]:
+    """Layers around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
+    keys = registry if config.auth == "on" else None
+    bodies = BodyBudget(max(MOST_BYTES, MOST_BODIES * config.max_body_bytes))
+    layers = [
+        Middleware(Boundary, drain=drain, answered=answered, bodies=bodies),
+        Middleware(AuthMiddleware, keys=keys, uses_links=config.role != "gateway"),
+    ]
+    if origins := config.allowed_origins:
+        # Without credentials, so no cookie: a page of another origin needs a key of its own.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+        layers.insert(0, cors)
+    return layers
 
 
 class AuthMiddleware:
@@ -59,7 +89,7 @@ class AuthMiddleware:
             RequestError: The caller is not known, or a page of another site asks; `Boundary` answers it.
             CapacityError: The database cannot answer.
         """
-        if scope["type"] == "http" and not is_public(scope):
+        if scope["type"] == "http" and not _is_public(scope):
             identify = partial(self._identify, scope, Headers(scope=scope))
             identity = await identify()
             acting.set(Acting(identity.tenant_id or "", identity.tenant_weight))
@@ -90,6 +120,11 @@ class AuthMiddleware:
                 await _check_no_session(self._registry, token)
             return await self._registry.sessions.follow_link(secret, uses_up=self._uses_links)
         return await self._registry.key_ring.authenticate(secret)
+
+
+def _is_public(scope: Scope) -> bool:
+    """True if a request needs no key."""
+    return scope["method"] in ("GET", "HEAD") and bool(OPEN_PATHS.fullmatch(scope["path"]))
 
 
 async def _check_no_session(registry: Registry, token: str) -> None:

@@ -13,8 +13,7 @@ from pydantic import Field, PrivateAttr
 
 from manylora.adapters.blobs.store import BlobStore, read_pieces
 from manylora.errors import InvalidRequestError, RequestError
-from manylora.server.http.bodies import Body
-from manylora.server.http.json_body import parse_json, validate
+from manylora.server.http.bodies import Body, parse_json, validate
 from manylora.server.process.threads import in_thread
 
 MAX_ERRORS = 50

@@ -19,15 +19,15 @@ from manylora.registry.batches import LineResult
 from manylora.registry.cache import ReadThroughCache
 from manylora.registry.db.models import BatchRow
 from manylora.registry.records import SCOPES, Identity, UsageEvent
-from manylora.server.admission.rates import admit
+from manylora.server.auth.admission import admit
 from manylora.server.auth.callers import Caller
 from manylora.server.batches.input_lines import Line
 from manylora.server.errors import answer, error_body
-from manylora.server.generation.answer_parts import JsonObject
 from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject
 from manylora.server.generation.routes import endpoints, whole_answer
 from manylora.server.generation.run import GenerationRun
-from manylora.server.http.json_body import validate
+from manylora.server.http.bodies import validate
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.services import Services

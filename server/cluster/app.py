@@ -27,7 +27,7 @@ from manylora.config import GatewayConfig
 from manylora.errors import CapacityError
 from manylora.registry.registry import Registry
 from manylora.server.auth.callers import require_admin
-from manylora.server.boundary import outer_layers
+from manylora.server.auth.middleware import outer_layers
 from manylora.server.cluster.gateway import REASONS, Gateway
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.router import Router

@@ -29,11 +29,11 @@ from starlette.types import Receive, Scope, Send
 from manylora.config import ServerConfig
 from manylora.errors import DrainingError, ManyloraError, NotFoundError, ReplicaLostError
 from manylora.registry.limits import Limits
-from manylora.registry.records import RETRIED, Identity, UsageEvent
+from manylora.registry.records import RETRIED, Identity, ResolvedModel, UsageEvent
 from manylora.registry.registry import Registry
 from manylora.registry.servers import Server
-from manylora.server.admission.rates import reservation_of
 from manylora.server.apis import FACTS
+from manylora.server.auth.admission import reservation_of
 from manylora.server.auth.callers import DEFAULT_TENANT, Caller
 from manylora.server.cluster.forwarding import (
     BROKEN,
@@ -50,16 +50,13 @@ from manylora.server.cluster.links import Links
 from manylora.server.cluster.route_fields import read_fields
 from manylora.server.cluster.router import Target
 from manylora.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
-from manylora.server.errors import error_body
+from manylora.server.errors import MAX_SHOWN, error_body
 from manylora.server.hop import SESSION_HEADER, Counts
-from manylora.server.http.body import Pace, held_body
-from manylora.server.http.json_body import json_bytes
+from manylora.server.http.body import Pace, held_body, json_bytes
 from manylora.server.http.route_facts import error_shape
-from manylora.server.http.unknown_routes import MAX_SHOWN
 from manylora.server.limits.accounts import Accounts, Holder, LimitedAccount
 from manylora.server.process.drain import Drain, Exchange
 from manylora.server.versions.names import ModelNames
-from manylora.server.versions.resolved_model import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 _SAID_BY_ALL = re.compile(

@@ -36,8 +36,8 @@ from manylora.server.cluster.wire import (
     frame,
 )
 from manylora.server.hop import Hop
-from manylora.server.http.connection_room import TRUST
 from manylora.server.http.sse import ClosingResponse
+from manylora.server.http.wire import TRUST
 from manylora.server.process.threads import cancel_all, repeat
 from manylora.server.services import Services, base_names
 

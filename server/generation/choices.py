@@ -6,6 +6,7 @@ Knows neither JSON nor usage.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -39,17 +40,19 @@ def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: i
         steps: All of them, with log-probabilities where there are more candidates than `n`.
         n: How many of each prompt.
     """
-    logprobs: dict[int, list[float]] = {}
+    logprobs = defaultdict[int, list[float]](list)
     for step in steps:
-        logprobs.setdefault(step.choice.index, []).extend(
-            entry.logprob for entry in step.delta.logprobs or ()
-        )
-    means = {index: sum(own) / max(len(own), 1) for index, own in logprobs.items()}
+        logprobs[step.choice.index] += (entry.logprob for entry in step.delta.logprobs or ())
+
+    def mean(choice: Choice) -> float:
+        own = logprobs[choice.index]
+        return sum(own) / max(len(own), 1)
+
     best: list[Choice] = []
     for _, group in groupby(candidates, key=lambda choice: choice.prompt_index):
         of_prompt = list(group)
         if len(of_prompt) > n and of_prompt[0].request.beam is None:
-            of_prompt.sort(key=lambda choice: means[choice.index], reverse=True)
+            of_prompt.sort(key=mean, reverse=True)
         best += of_prompt[:n]
     return best
 

@@ -19,13 +19,12 @@ import structlog
 
 from manylora.engine.request import AdapterState
 from manylora.errors import ManyloraError
-from manylora.registry.records import UsageEvent
+from manylora.registry.records import ResolvedModel, UsageEvent
 from manylora.server.core_services import CoreServices
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
 from manylora.server.hop import Counts
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.versions.resolved_model import ResolvedModel
 
 log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128

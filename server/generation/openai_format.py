@@ -1,4 +1,4 @@
-"""Answers in OpenAI's two dialects, whole and in chunks. Knows neither sockets nor bills."""
+"""Parts of answers, and answers in OpenAI's two dialects, whole and in chunks. Knows neither sockets nor bills."""
 
 from __future__ import annotations
 
@@ -8,23 +8,68 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from manylora.engine.request import TokenLogprobs
 from manylora.engine.text.text_stream import TextDelta, settled_text
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import ManyloraError
 from manylora.server.errors import error_body
-from manylora.server.generation.answer_parts import AnswerPart, JsonObject, joined_calls, merge
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.schemas import CompletionBody, GenerationBody, StreamOptions
 from manylora.server.http import sse
-from manylora.server.tools.reading import AnswerReader, CallPiece
+from manylora.server.tools.reading import AnswerReader, CallPiece, joined_calls
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
+JsonObject = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPart:
+    """One choice as one step, or all steps, have it."""
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    logprobs: dict[str, list[object]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    """The tokens, if the client asked for them."""
+
+
+def joined(parts: Sequence[AnswerPart]) -> AnswerPart:
+    """All parts of a choice as one."""
+    last = parts[-1]
+    text = "".join(part.text for part in parts)
+    logprobs = merge([part.logprobs for part in parts])
+    if logprobs is not None and "text_offset" in logprobs:  # a stop string may have been cut off
+        offsets = cast("list[int]", logprobs["text_offset"])
+        logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
+    return AnswerPart(
+        text=text,
+        reasoning="".join(part.reasoning for part in parts),
+        calls=joined_calls([call for part in parts for call in part.calls]),
+        logprobs=logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        token_ids=None
+        if last.token_ids is None
+        else [token for part in parts for token in part.token_ids or ()],
+    )
+
+
+def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
+    """Append the lists of several pieces, key by key; None when there is no piece."""
+    found = [piece for piece in pieces if piece is not None]
+    return (
+        {key: [value for piece in found for value in piece[key]] for key in found[0]}
+        if found
+        else None
+    )
 
 
 def token_label(tokenizer: Tokenizer, token_id: int) -> str:
@@ -101,10 +146,8 @@ class OpenAIAnswer(ABC):
         """`[DONE]`, after the usage where it is asked for."""
         if not self._options.include_usage:
             return sse.DONE
-        return (
-            sse.event({**self._chunk_head, "choices": [], "usage": self.meter.usage.model_dump()})
-            + sse.DONE
-        )
+        usage = self.meter.usage.model_dump()
+        return sse.event({**self._chunk_head, "choices": [], "usage": usage}) + sse.DONE
 
     def failure(self, error: ManyloraError) -> bytes:
         """The end of a stream that an error cuts: an event like the body of an error."""
@@ -363,9 +406,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def chunk_choice(self, choice: Choice, part: AnswerPart) -> JsonObject:
         """`delta`, `logprobs`, `finish_reason`."""
-        delta: JsonObject = {"content": part.text} if part.text else {}
-        if part.reasoning or part.calls:
-            delta |= _reasoning(part)
+        delta: JsonObject = ({"content": part.text} if part.text else {}) | _reasoning(part)
         if part.calls:
             delta["tool_calls"] = [_call_delta(call) for call in part.calls]
         return {"index": choice.index, "delta": delta, **self._end(part)}

@@ -19,7 +19,7 @@ from manylora.server.generation.structured_output import WantedGrammar
 from manylora.server.tools.call_grammar import CallGrammar
 from manylora.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
 from manylora.server.tools.reading import AnswerPlan, plan_answer
-from manylora.server.tools.schemas import Tool, ToolChoice
+from manylora.server.tools.schemas import ToolChoice, as_tools
 
 LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
@@ -55,7 +55,7 @@ class Prompt:
     """Plan for reading answers that may hold calls or reasoning; None for plain text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Prompts:
     """The prompts of a body in order, and how all of them are continued."""
 
@@ -182,7 +182,7 @@ def render_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
     """The arguments of `ChatTemplate.render` for the messages of a body."""
     return {
         "messages": [as_turn(message) for message in messages],
-        "tools": as_tools(body.shown_tools),
+        "tools": as_tools((tool.function for tool in body.shown_tools), "strict"),
         "template_kwargs": body.template_kwargs,
         **body.template_options,
     }
@@ -242,12 +242,6 @@ def _held_answer(
     )
     param = wanted.param if wanted and not plan.tools else "tools"
     return WantedGrammar(whole, param, [*(wanted.parts if wanted else ()), *writer.schemas])
-
-
-def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Tools as chat templates expect them."""
-    functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools]
-    return [{"type": "function", "function": function} for function in functions]
 
 
 def as_turn(message: Message) -> dict[str, Any]:

@@ -21,23 +21,23 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from manylora.errors import EngineError, InvalidRequestError, ManyloraError, RequestError
-from manylora.server.admission.rates import Admitted, admit_generation, reservation_of
+from manylora.registry.records import ResolvedModel
+from manylora.server.auth.admission import Admitted, admit_generation, reservation_of
 from manylora.server.auth.callers import Caller
-from manylora.server.core_services import core_services_of
+from manylora.server.core_services import CoreServices
 from manylora.server.generation import CHAT, COMPLETIONS
-from manylora.server.generation.answer_parts import AnswerPart, JsonObject, joined
 from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import ChoiceStep, best_choices
+from manylora.server.generation.openai_format import AnswerPart, JsonObject, joined
 from manylora.server.generation.run import GenerationRun
 from manylora.server.generation.schemas import CompletionBody, CompletionView
-from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
+from manylora.server.hop import SESSION_HEADER, Hop
 from manylora.server.http import sse
-from manylora.server.http.bodies import View
+from manylora.server.http.bodies import BodyT, View, parsed
 from manylora.server.http.body import held_body
-from manylora.server.http.connection_room import IS_CLOSING
-from manylora.server.http.json_body import BodyT, parsed
 from manylora.server.http.openapi import takes
 from manylora.server.http.route_facts import ROUTES, RouteFacts
+from manylora.server.http.wire import IS_CLOSING
 
 router = APIRouter()
 DEADLINE_HEADERS = ("x-manylora-ttft-ms", "x-slo-ttft-ms")
@@ -57,9 +57,9 @@ class Endpoint(Generic[BodyT]):
 
     async def answer(self, request: Request) -> Response:
         """Answer a request."""
-        services = core_services_of(request)
+        services: CoreServices = request.app.state.services
         caller = await self.admits(request, request.query_params.get("tenant"))
-        if is_probe(request):
+        if request.state.is_probe:
             return Response(status_code=204)
         await services.limits.arrivals.turn(caller.tenant_id or "")
         run, body = await _received(request, caller, self.body)
@@ -166,8 +166,8 @@ async def _received(
     Raises:
         RequestError: The body is no JSON, does not fit `kind`, is too large, or comes too slowly.
     """
-    services = core_services_of(request)
-    hop = hop_of(request)
+    services: CoreServices = request.app.state.services
+    hop: Hop | None = request.state.hop
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
     raw = await services.bodies.raw(request)
@@ -208,7 +208,7 @@ async def whole_answer(run: GenerationRun) -> tuple[JsonObject, str, dict[str, s
     best = best_choices(run.generation.choices, taken, run.body.n)
     ends = [joined(parts[choice.index]) for choice in best]
     body = run.writer.whole(list(zip(best, ends, strict=True)))
-    return body, _overall(ends), run.model.headers | _state_header(taken[0])
+    return body, _overall(ends), _headers(run.model, taken[0])
 
 
 class GenerationResponse(Response):
@@ -251,7 +251,7 @@ class GenerationResponse(Response):
         run = self._run
         steps = run.generation.steps()
         first = await anext(steps)
-        headers = Headers({**run.model.headers, **_state_header(first[0]), **sse.HEADERS})
+        headers = Headers({**_headers(run.model, first[0]), **sse.HEADERS})
         await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
         try:
             await self._send_steps(first, steps, send, is_gone)
@@ -306,9 +306,17 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _state_header(step: ChoiceStep) -> dict[str, str]:
-    state = step.output.adapter_state
-    return {} if state is None or state == "base" else {"x-manylora-adapter-state": state}
+def _headers(model: ResolvedModel, first: ChoiceStep) -> dict[str, str]:
+    """Headers that name the version that answers, and say where its weights were."""
+    headers: dict[str, str] = {}
+    if model.adapter is not None and model.version is not None:
+        name = f"{model.adapter.tenant}/{model.adapter.name}@{model.version.version}"
+        headers["x-manylora-adapter"] = name
+        headers["x-manylora-adapter-digest"] = model.version.digest
+    state = first.output.adapter_state
+    if state is not None and state != "base":
+        headers["x-manylora-adapter-state"] = state
+    return headers
 
 
 def _overall(ends: list[AnswerPart]) -> str:

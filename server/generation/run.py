@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -14,13 +14,19 @@ from starlette.requests import ClientDisconnect
 
 from manylora.engine.request import FlowKey
 from manylora.errors import CapacityError, RequestError
+from manylora.registry.records import ResolvedModel
 from manylora.server.auth.callers import Caller
 from manylora.server.core_services import CoreServices
-from manylora.server.generation.answer_parts import ItemWriter, JsonObject
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Generation, choices_of
+from manylora.server.generation.item_writer import ItemWriter
 from manylora.server.generation.meter import Meter
-from manylora.server.generation.openai_format import ChatAnswer, CompletionAnswer, OpenAIAnswer
+from manylora.server.generation.openai_format import (
+    ChatAnswer,
+    CompletionAnswer,
+    JsonObject,
+    OpenAIAnswer,
+)
 from manylora.server.generation.prompts import Prompts, chat_job, prompts_of
 from manylora.server.generation.schemas import CompletionBody
 from manylora.server.generation.structured_output import checked_grammar
@@ -28,8 +34,7 @@ from manylora.server.hop import Hop
 from manylora.server.limits.gate import Admission
 from manylora.server.limits.prediction import AdmissionRequest
 from manylora.server.limits.reservation import LimitReservation
-from manylora.server.process.long_work import BYTES_PER_CHARACTER, INLINE_BYTES
-from manylora.server.versions.resolved_model import ResolvedModel
+from manylora.server.process.threads import BYTES_PER_CHARACTER, INLINE_BYTES
 
 AnyBody = ChatBody | CompletionBody
 WriterOfAnswer = Callable[[Meter, JsonObject], ItemWriter]
@@ -143,12 +148,10 @@ class GenerationRun:
         prompts = await self.work(
             partial(prompts_of, body, services, rendered), BYTES_PER_CHARACTER * num_bytes
         )
-        if prompts.wanted is None:
-            return prompts
-        tenant = self.caller.tenant_id or ""
-        return replace(
-            prompts, grammar=await checked_grammar(prompts.wanted, services.grammars, tenant)
-        )
+        if prompts.wanted is not None:
+            tenant = self.caller.tenant_id or ""
+            prompts.grammar = await checked_grammar(prompts.wanted, services.grammars, tenant)
+        return prompts
 
     async def _reserve(self, prompts: Prompts) -> None:
         """Take its tokens from its limits before the engine sees it."""

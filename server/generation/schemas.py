@@ -9,7 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from manylora.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from manylora.errors import InvalidRequestError
 from manylora.server.generation import unsupported_params
-from manylora.server.generation.structured_output import GrammarFields
+from manylora.server.generation.structured_output import (
+    ResponseFormat,
+    StructuredOutputs,
+    WantedGrammar,
+)
 from manylora.server.http.bodies import INT64, Body, Token, View
 from manylora.server.http.wrong_value import shown
 
@@ -215,7 +219,7 @@ class SamplingFields(Body):
         return body | wholes
 
 
-class GenerationBody(SamplingFields, GrammarFields):
+class GenerationBody(SamplingFields):
     """Fields that completions and chat share."""
 
     model: str | None = Field(None, min_length=1, max_length=512)
@@ -257,6 +261,10 @@ class GenerationBody(SamplingFields, GrammarFields):
     """Answer with the ids of the prompt's tokens and of the generated ones."""
     return_tokens_as_token_ids: bool = False
     """In `logprobs`, write tokens as `token_id:ID`."""
+    response_format: ResponseFormat | None = None
+    """Hold the answer to JSON, or to a JSON schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """Hold the answer to a schema, a pattern, one of some texts, or a grammar."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> GenerationBody:
@@ -298,6 +306,28 @@ class GenerationBody(SamplingFields, GrammarFields):
                 goes = "cannot be used" if self.use_beam_search else "can only be used"
                 message = f"{name} {goes} with use_beam_search: true; expected {shown(default)}, got {shown(value)}."
                 raise InvalidRequestError(message, param=name)
+
+    @property
+    def grammar_params(self) -> list[str]:
+        """The fields that hold answers to something, of which there may be one. Their grammar takes a while to make."""
+        is_text = self.response_format is None or self.response_format.type == "text"
+        fields = {"structured_outputs": self.structured_outputs, "response_format": not is_text}
+        return [name for name, given in fields.items() if given]
+
+    @property
+    def has_own_grammar(self) -> bool:
+        """True if the grammar is the client's, and holds the whole output."""
+        return self.structured_outputs is not None and self.structured_outputs.grammar is not None
+
+    def wanted_grammar(self) -> WantedGrammar | None:
+        """The grammar that answers are held to, with the rule `start`; None if they are free.
+
+        Raises:
+            InvalidRequestError: A schema is wrong.
+        """
+        if self.structured_outputs is not None:
+            return self.structured_outputs.wanted()
+        return self.response_format.wanted() if self.response_format is not None else None
 
     @property
     def num_candidates(self) -> int:

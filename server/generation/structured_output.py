@@ -1,4 +1,4 @@
-"""Structured output: the fields that hold an answer to a grammar, and the check of what they mean.
+"""Structured output: what the fields that hold an answer to a grammar mean, and the check of that.
 
 An error names the place of what is wrong.
 """
@@ -6,7 +6,7 @@ An error names the place of what is wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -98,10 +98,13 @@ class StructuredOutputs(Body):
     grammar: str | None = Field(None, min_length=1, max_length=MAX_TEXT_LENGTH)
     """A grammar in Lark, as llguidance reads it, that begins with the rule `start`."""
 
+    @property
+    def _given(self) -> list[str]:
+        return [name for name, value in self if value not in (None, False)]
+
     @model_validator(mode="after")
     def _one_of_them(self) -> StructuredOutputs:
-        given = [name for name, value in self if value not in (None, False)]
-        if len(given) != 1:
+        if len(self._given) != 1:
             message = (
                 "structured_outputs must have one of json, json_object, regex, choice and grammar."
             )
@@ -110,8 +113,7 @@ class StructuredOutputs(Body):
 
     def wanted(self) -> WantedGrammar:
         """The grammar, and the schema or text that it is made of."""
-        name = next(name for name, value in self if value not in (None, False))
-        place = f"structured_outputs.{name.rstrip('_')}"
+        place = f"structured_outputs.{self._given[0].rstrip('_')}"
         schema: object = None
         if self.json_ is not None:
             schema = _parsed(self.json_)
@@ -128,37 +130,6 @@ class StructuredOutputs(Body):
         return WantedGrammar(
             lark, "structured_outputs", [(lark if schema is None else schema, place)]
         )
-
-
-class GrammarFields(Body):
-    """Fields that completions and chat share."""
-
-    response_format: ResponseFormat | None = None
-    """Hold the answer to JSON, or to a JSON schema."""
-    structured_outputs: StructuredOutputs | None = None
-    """Hold the answer to a schema, a pattern, one of some texts, or a grammar."""
-
-    @property
-    def grammar_params(self) -> list[str]:
-        """The fields that hold answers to something, of which there may be one. Their grammar takes a while to make."""
-        is_text = self.response_format is None or self.response_format.type == "text"
-        fields = {"structured_outputs": self.structured_outputs, "response_format": not is_text}
-        return [name for name, given in fields.items() if given]
-
-    @property
-    def has_own_grammar(self) -> bool:
-        """True if the grammar is the client's, and holds the whole output."""
-        return self.structured_outputs is not None and self.structured_outputs.grammar is not None
-
-    def wanted_grammar(self) -> WantedGrammar | None:
-        """The grammar that answers are held to, with the rule `start`; None if they are free.
-
-        Raises:
-            InvalidRequestError: A schema is wrong.
-        """
-        if self.structured_outputs is not None:
-            return self.structured_outputs.wanted()
-        return self.response_format.wanted() if self.response_format is not None else None
 
 
 def _parsed(schema: Schema | str) -> object:
@@ -211,24 +182,21 @@ async def checked_grammar(
     problem = await checker.problem(grammar, tenant)
     if problem is None:
         return grammar
-    cause = await _Search(checker, tenant).cause(parts)
-    if cause is None:
+    refusal = await _Search(checker, tenant).refusal(parts)
+    if refusal is None:
         place = parts[0][1] if len(parts) == 1 else param
         if "%json" in lark:
-            cause = _Cause(place, schema_problem(problem), is_schema=True)
+            refusal = _refusal(place, schema_problem(problem), is_schema=True)
         else:
-            cause = _Cause(place, grammar_problem(problem, has_lines=False), is_schema=False)
-    message = f"{cause.place[:200]}: no answer can be held to this: {cause.reason}."
-    code = "invalid_json_schema" if cause.is_schema else "invalid_grammar"
-    raise InvalidRequestError(message, param=cause.place[:200], code=code)
+            refusal = _refusal(place, grammar_problem(problem, has_lines=False), is_schema=False)
+    raise refusal
 
 
-class _Cause(NamedTuple):
-    """The part of a request that is wrong."""
-
-    place: str
-    reason: str
-    is_schema: bool
+def _refusal(place: str, reason: str, *, is_schema: bool) -> InvalidRequestError:
+    place = place[:200]
+    message = f"{place}: no answer can be held to this: {reason}."
+    code = "invalid_json_schema" if is_schema else "invalid_grammar"
+    return InvalidRequestError(message, param=place, code=code)
 
 
 @dataclass
@@ -239,32 +207,30 @@ class _Search:
     tenant: str
     num_left: int = MAX_SEARCHED
 
-    async def cause(self, parts: Sequence[GrammarPart]) -> _Cause | None:
-        """The first part that is wrong, as small as it can be told; None if each part alone is right."""
+    async def refusal(
+        self, parts: Iterable[GrammarPart], root: object = None
+    ) -> InvalidRequestError | None:
+        """The refusal of the first part that is wrong, as small as it can be told; None if each part alone is right.
+
+        Args:
+            parts: The parts.
+            root: The schema in which they are; None if each is one by itself.
+        """
         for part, place in parts:
-            if not isinstance(part, str):
-                reason = await self._alone(part, part, place)
-                if reason is not None:
-                    found = _Cause(place, reason, is_schema=True)
-                    return await self._within(part, part, place) or found
-            elif (problem := await self._problem(part)) is not None:
-                reason = grammar_problem(problem, has_lines=place.endswith(".grammar"))
-                return _Cause(place, reason, is_schema=False)
+            if isinstance(part, str):
+                problem = await self._problem(part)
+                if problem is not None:
+                    reason = grammar_problem(problem, has_lines=place.endswith(".grammar"))
+                    return _refusal(place, reason, is_schema=False)
+            elif (fault := await self._fault(part, root or part, place)) is not None:
+                inner = await self.refusal(_parts(part, place), root or part)
+                return inner or _refusal(place, fault, is_schema=True)
         return None
 
     async def _problem(self, lark: str) -> str | None:
         return await self.checker.problem(Grammar.of(lark), self.tenant)
 
-    async def _within(self, schema: object, root: object, path: str) -> _Cause | None:
-        for name, part in _parts(schema):
-            place = f"{path}.{name}"
-            reason = await self._alone(part, root, place)
-            if reason is not None:
-                found = _Cause(place, reason, is_schema=True)
-                return await self._within(part, root, place) or found
-        return None
-
-    async def _alone(self, schema: object, root: object, path: str) -> str | None:
+    async def _fault(self, schema: object, root: object, path: str) -> str | None:
         """The fault of a part of a schema; None also if the part cannot be judged without the whole."""
         self.num_left -= 1
         if self.num_left < 0 or not isinstance(schema, dict) or not isinstance(root, dict):
@@ -275,18 +241,16 @@ class _Search:
         except InvalidRequestError:
             return None
         problem = await self._problem(lark)
-        reason = None if problem is None else schema_problem(problem)
-        if reason == TOO_COMPLEX:
+        fault = None if problem is None else schema_problem(problem)
+        if fault == TOO_COMPLEX:
             self.num_left = 0  # which takes its time
-        return reason
+        return fault
 
 
-def _parts(schema: object) -> Iterator[tuple[str, Any]]:
+def _parts(schema: object, path: str) -> Iterator[GrammarPart]:
     """The keyword with a regular expression first, then the schemas within one."""
     if isinstance(schema, dict):
-        yield from (
-            (name, {name: schema[name]})
-            for name in ("pattern",)
-            if name in schema and len(schema) > 1
-        )
-        yield from ((".".join(place), each) for place, each in parts_of(schema))
+        if "pattern" in schema and len(schema) > 1:
+            yield {"pattern": schema["pattern"]}, f"{path}.pattern"
+        for place, each in parts_of(schema):
+            yield each, ".".join((path, *place))

@@ -12,16 +12,16 @@ from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from manylora.errors import InvalidRequestError
-from manylora.server.admission.rates import TokenizingCaller, reservation_of
+from manylora.server.auth.admission import TokenizingCaller, reservation_of
 from manylora.server.auth.callers import Caller
-from manylora.server.core_services import Core, CoreServices, core_services_of
+from manylora.server.core_services import Core, CoreServices
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
 from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.body import held_body
 from manylora.server.http.openapi import OBJECT, sends, takes
-from manylora.server.process.long_work import BYTES_PER_CHARACTER
+from manylora.server.process.threads import BYTES_PER_CHARACTER
 
 router = APIRouter(tags=["tokens"])
 ResultT = TypeVar("ResultT")
@@ -105,7 +105,8 @@ async def unbilled(
     """
     num_bytes = BYTES_PER_CHARACTER * held_body(request).num_bytes
     begin = reservation_of(request).check_minute
-    count, result = await core_services_of(request).bodies.long_work.run(
+    services: CoreServices = request.app.state.services
+    count, result = await services.bodies.long_work.run(
         work, num_bytes, caller.tenant_id, caller.weight, begin
     )
     reservation_of(request).spend(count)
@@ -114,7 +115,7 @@ async def unbilled(
 
 async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
     """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
-    services = core_services_of(request)
+    services: CoreServices = request.app.state.services
     num_bytes = held_body(request).num_bytes
     made = await services.bodies.long_work.run(job, num_bytes, caller.tenant_id, caller.weight)
     return await services.chats.render(made, num_bytes)

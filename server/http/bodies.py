@@ -1,12 +1,16 @@
 """Bases of all bodies: those that clients send (`Body`, strict) and those that Manylora sends (`View`).
 
-Strict: no conversions, both bounds on every number, unknown fields refused. The OpenAPI page is made of all of them.
+Strict: no conversions, both bounds on every number, unknown fields refused, and no text that two parsers of JSON could
+read differently. The OpenAPI page is made of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import (
@@ -16,12 +20,17 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    ValidationError,
     model_validator,
 )
 from pydantic_core import CoreSchema
 
+from manylora import strict_json
 from manylora.adapters.base_shape import MODULE_PATHS
-from manylora.errors import UnsupportedParameterError
+from manylora.errors import InvalidRequestError, RequestError, UnsupportedParameterError
+from manylora.server.http.wrong_value import wrong_value
+
+_ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def iso(moment: datetime) -> str:
@@ -187,27 +196,114 @@ class Body(BaseModel):
     def _drop_what_changes_nothing(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
         if not isinstance(body, dict):
             return body
+        known = _names(cls)
         kept: dict[str, Any] = {}
         is_strange = False
         for name, value in body.items():
-            if name in cls.ignored and name not in cls.model_fields:
-                continue
-            if name in cls.neutral_values and name not in cls.model_fields:
-                if value is not None and value not in cls.neutral_values[name]:
-                    raise UnsupportedParameterError(
-                        cls.hints.get(name, f"Manylora does not support {name}."), param=name
-                    )
-                continue
-            if name not in cls.model_fields:
-                if not is_strange:  # of a hundred thousand strange names, only the first is told
+            if name in known:
+                if value is not None:
                     kept[name] = value
+            elif name in cls.neutral_values:
+                if value is not None and value not in cls.neutral_values[name]:
+                    hint = cls.hints.get(name, f"Manylora does not support {name}.")
+                    raise UnsupportedParameterError(hint, param=name)
+            elif name not in cls.ignored and not is_strange:
+                kept[name] = value  # of a hundred thousand strange names, only the first is told
                 is_strange = True
-            elif value is not None:
-                kept[name] = value
         return kept
+
+
+@cache
+def _names(model: type[Body]) -> frozenset[str]:
+    """Names of the fields as clients write them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 class StoredBody(Body):
     """Base of what a conversation is made of. Programs send back what they stored with it, so unknown fields pass."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parsed(model: type[BodyT], raw: bytes) -> BodyT:
+    """Parse and validate a body.
+
+    Raises:
+        InvalidRequestError: Not JSON, ambiguous JSON, or a value that the model refuses; `param` names the field.
+        UnsupportedParameterError: A field that the model does not have.
+    """
+    return validate(model, parse_json(raw, takes_nul=model.takes_nul))
+
+
+def parse_json(raw: bytes, *, takes_nul: bool = False) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Refused are: anything but one object, what `strict_json.loads` refuses, and NUL characters unless `takes_nul`.
+
+    Raises:
+        InvalidRequestError: With code `invalid_json`.
+    """
+    try:
+        body = strict_json.loads(raw)
+    except strict_json.DuplicateKeyError as error:
+        raise _invalid("The body repeats a key within one object.") from error
+    except strict_json.TooDeepError as error:
+        raise _invalid(f"The body is {error}.") from error
+    except strict_json.JsonRefusedError as error:
+        raise _invalid(f"The body is not valid JSON: {error}.") from error
+    if not takes_nul and _ESCAPED_NUL.search(raw):
+        raise _invalid("A string holds a NUL character.")
+    if not isinstance(body, dict):
+        raise _invalid("The body must be a JSON object.")
+    return body
+
+
+def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
+    """Check a parsed body against its model; raises like `parsed`."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise refusal_of(error.errors(include_url=False)[0]) from error
+
+
+@contextmanager
+def named(own: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about a body name the fields of another one, which it was made of.
+
+    Args:
+        own: Names of the other's fields, by patterns of the body's. Of two that fit, the first one counts.
+    """
+    try:
+        yield
+    except RequestError as error:
+        given = error.param or ""
+        for pattern, name in own.items():
+            found = re.match(rf"{pattern}(?=\.|$)", given)
+            if found:
+                error.param = found.expand(name) + given[found.end() :]
+                if error.message.startswith(given):
+                    error.message = error.param + error.message.removeprefix(given)
+                break
+        raise
+
+
+def refusal_of(first: Mapping[str, Any]) -> RequestError:
+    """The refusal of a value, by one of the errors that pydantic found."""
+    param = ".".join(str(part) for part in first["loc"] if part != "[key]")[:200]
+    if first["type"] == "extra_forbidden":
+        return UnsupportedParameterError(f"{param} is not a parameter of this route.", param=param)
+    if first["type"] == "missing":
+        return InvalidRequestError(
+            f"{param} is required.", param=param, code="missing_required_parameter"
+        )
+    code = "invalid_json" if first["type"] == "invalid_json" else "invalid_value"
+    return InvalidRequestError(
+        f"{param or 'The body'}: {wrong_value(first)}.", param=param or None, code=code
+    )
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, code="invalid_json")

@@ -10,7 +10,8 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -22,7 +23,8 @@ from manylora.errors import (
     RateLimitError,
     TimeoutExceededError,
 )
-from manylora.server.process.threads import acting
+from manylora.server.http.bodies import BodyT, parsed
+from manylora.server.process.threads import LongWork, acting
 
 MOST_BYTES = 256 << 20
 """Bytes of all bodies in memory."""
@@ -224,3 +226,46 @@ class HeldBody:
 def held_body(request: Request) -> HeldBody:
     """The request's body. `Boundary` makes it, and ends it with the request."""
     return cast(HeldBody, request.state.body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyReader:
+    """Reads JSON bodies, and parses long ones where they hold nobody up."""
+
+    most_bytes: int
+    pace: Pace = field(default_factory=Pace)
+    """Slowest pace at which clients may send, files as well."""
+    long_work: LongWork = field(default_factory=LongWork)
+    """Parses and tokenizes what is long."""
+
+    async def json(self, request: Request, model: type[BodyT]) -> BodyT:
+        """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
+        raw = await self.raw(request)
+        identity = request.state.identity
+        return await self.long_work.run(
+            partial(parsed, model, raw), len(raw), identity.tenant_id, identity.tenant_weight
+        )
+
+    async def raw(self, request: Request) -> bytes:
+        """Read a body whose Content-Type is JSON; raises like `json_bytes`."""
+        return await json_bytes(request, self.most_bytes, self.pace)
+
+
+async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
+    """Read a body whose Content-Type is JSON.
+
+    Raises:
+        RateLimitError, CapacityError: There is no room for it among the bodies in memory.
+        InvalidRequestError: Content-Type is something else.
+        PayloadTooLargeError: More than `limit` bytes.
+        TimeoutExceededError: The client is too slow.
+    """
+    media_type = (
+        request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    )
+    if media_type != "application/json":
+        raise InvalidRequestError(
+            "The body must be JSON: send Content-Type application/json.", code="invalid_json"
+        )
+    keep = held_body(request).keep
+    return b"".join([chunk async for chunk in read_chunks(request, limit, pace, keep=keep)])

@@ -41,9 +41,13 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # browsers ask each time; an unchanged file is not sent again
 }
-_OPEN = re.compile(
-    "|".join(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES) + "|/static/.+|/favicon\\.ico"
+OPEN_PATHS = re.compile(
+    "|".join(
+        [*(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES), *map(re.escape, PUBLIC_PATHS)]
+    )
+    + "|/static/.+|/favicon\\.ico"
 )
+"""Paths that are answered without a key, to GET and HEAD."""
 
 
 class DashboardFiles(StaticFiles):
@@ -60,14 +64,6 @@ class DashboardFiles(StaticFiles):
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(HEADERS)
         return response
-
-
-def is_public(scope: Scope) -> bool:
-    """True if a request needs no key."""
-    path = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and (
-        path in PUBLIC_PATHS or _OPEN.fullmatch(path) is not None
-    )
 
 
 def add_dashboard(app: FastAPI) -> None:

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from manylora.errors import ConfigError
-from manylora.server.http.connection_room import ConnectionRoom, most_connections
-from manylora.server.http.wire import BoundedReads
+from manylora.server.http.wire import BoundedReads, ConnectionRoom
+from manylora.server.process.descriptors import most_connections
 from manylora.server.process.drain import Drain
 
 log = structlog.get_logger("manylora.server")

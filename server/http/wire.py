@@ -1,14 +1,16 @@
 """uvicorn's HTTP/1.1 protocol, with the limits that it lacks on everything but bodies.
 
-Nobody is authenticated before a head is complete, so its size and the time it may take are limited here. Knows no
-routes.
+Nobody is authenticated before a head is complete, so its size and the time it may take are limited here, and the number
+of connections: anybody can open some, and one over which no valid key has come gives way first. Knows no routes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections import OrderedDict
+from typing import Any, Protocol
 
+import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from manylora.errors import (
@@ -18,8 +20,8 @@ from manylora.errors import (
     TimeoutExceededError,
 )
 from manylora.server.errors import error_response
-from manylora.server.http.connection_room import IS_CLOSING, TRUST, ConnectionRoom
 
+log = structlog.get_logger("manylora.server")
 MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""
 MAX_UNASKED_BYTES = 64 * 1024
@@ -30,6 +32,15 @@ LINGER_S = 1.0
 """Seconds that a refused client has to read why, before the connection is closed."""
 HEAD_S = 10.0
 """Seconds that a head may take, from the start of the connection or its first byte."""
+MOST_STRANGERS = 4096
+"""Connections without a valid key, for their memory."""
+WARN_S = 60.0
+"""Seconds between two lines of the log about connections that had to give way."""
+IS_CLOSING = "is_closing"
+"""Key in a request's state of a function that says whether the connection is closing. The ASGI message about it comes
+some turns of the event loop later."""
+TRUST = "trust_connection"
+"""Key in a request's state of a function to call once its key was found valid."""
 
 
 class BoundedReads(asyncio.BufferedProtocol):
@@ -218,6 +229,75 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unasked_bytes = 0
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
+
+
+class Connection(Protocol):
+    """A transport that can be asked to close."""
+
+    def give_way(self) -> None:
+        """Close at once."""
+
+
+class ConnectionRoom:
+    """The connections of one server. Thread: the event loop's.
+
+    Args:
+        most: How many may be open at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._strangers: OrderedDict[Connection, None] = OrderedDict()
+        """Without a valid key so far, those that last sent a request longest ago at the front."""
+        self._idle: OrderedDict[Connection, None] = OrderedDict()
+        """With one, and without a request; the longest idle at the front."""
+        self._busy: set[Connection] = set()
+        self._warned_s = float("-inf")
+
+    def enter(self, connection: Connection, now_s: float) -> None:
+        """Take a new connection in; it or another one is closed where there is no room."""
+        self._strangers[connection] = None
+        if len(self._strangers) > min(self._most, MOST_STRANGERS):
+            self._send_away(self._strangers, now_s)
+        elif len(self._strangers) + len(self._idle) + len(self._busy) > self._most:
+            others = len(self._strangers) > 1 or not self._idle
+            self._send_away(self._strangers if others else self._idle, now_s)
+
+    def begin(self, connection: Connection) -> None:
+        """Note that a request came."""
+        if connection in self._strangers:
+            self._strangers.move_to_end(connection)
+        elif connection in self._idle:
+            del self._idle[connection]
+            self._busy.add(connection)
+
+    def trust(self, connection: Connection) -> None:
+        """Note that the request has a valid key."""
+        if connection in self._strangers:
+            del self._strangers[connection]
+            self._busy.add(connection)
+
+    def rest(self, connection: Connection) -> None:
+        """Note that the request was answered."""
+        if connection in self._busy:
+            self._busy.remove(connection)
+            self._idle[connection] = None
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection that was closed."""
+        self._strangers.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._busy.discard(connection)
+
+    def _send_away(self, connections: OrderedDict[Connection, None], now_s: float) -> None:
+        connections.popitem(last=False)[0].give_way()
+        if now_s - self._warned_s >= WARN_S:
+            self._warned_s = now_s
+            log.warning(
+                "connections_give_way",
+                most=self._most,
+                hint="Raise the limit of open files (ulimit -n).",
+            )
 
 
 def _too_long() -> PayloadTooLargeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +16,9 @@ from manylora.server.generation.chat_schemas import (
     with_kinds,
 )
 from manylora.server.generation.schemas import SamplingFields
+from manylora.server.generation.unsupported_params import Neutral
 from manylora.server.http.bodies import Body, StoredBody, View
+from manylora.server.tools.schemas import ToolFunction
 
 BETWEEN = "\n\n"
 """Stands between two blocks of text."""
@@ -102,20 +103,17 @@ class Turn(StoredBody):
 Turns = Annotated[list[Turn], BeforeValidator(_turns, json_schema_input_type=list[Turn])]
 
 
-class ClientTool(Body):
+class ClientTool(ToolFunction):
     """A function that the client runs when the model calls it."""
 
     ignored = frozenset(
         {"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"}
     )
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"defer_loading": (False,)}
+    neutral_values: ClassVar[Neutral] = {"defer_loading": (False,)}
 
     type: Literal["custom"] = "custom"
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
+    parameters: dict[str, Any] = Field(alias="input_schema")
     """A JSON schema."""
-    strict: bool | None = None
 
 
 class MessagesToolChoice(Body):

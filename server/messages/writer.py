@@ -9,8 +9,9 @@ import orjson
 
 from manylora.errors import ManyloraError
 from manylora.server.errors import error_body
-from manylora.server.generation.answer_parts import Item, ItemWriter, JsonObject
+from manylora.server.generation.item_writer import Item, ItemWriter
 from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject
 from manylora.server.http import sse
 from manylora.server.messages.errors import ANTHROPIC
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
-from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, kind_of, text_of, with_kinds
 from manylora.server.generation.schemas import SamplingFields
+from manylora.server.generation.unsupported_params import HINTS, IGNORED, SHARED, Neutral
 from manylora.server.http.bodies import Body, Labels, StoredBody, View
 from manylora.server.tools.schemas import ToolFunction, parse_arguments
 
@@ -64,7 +63,7 @@ class MessageItem(StoredBody):
 class CallItem(StoredBody):
     """A call that the model made."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral_values: ClassVar[Neutral] = {
         "namespace": (),
         "async": (False,),
     }
@@ -121,7 +120,7 @@ Items = Annotated[
 class FunctionTool(ToolFunction):
     """A function that the client runs when the model calls it."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral_values: ClassVar[Neutral] = {
         "defer_loading": (False,),
         "async": (False,),
     }
@@ -132,7 +131,7 @@ class FunctionTool(ToolFunction):
 class TextOptions(Body):
     """The form of the text."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+    neutral_values: ClassVar[Neutral] = {"verbosity": ("medium",)}
 
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
     """An object of type text, json_object or json_schema, the last with `name`, `schema` and `strict`."""
@@ -149,10 +148,10 @@ class ReasoningOptions(Body):
 class ResponsesBody(SamplingFields):
     """Body of POST /v1/responses."""
 
-    hints = unsupported_params.HINTS | UNSUPPORTED
-    ignored = unsupported_params.IGNORED | {"stream_options"}
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **unsupported_params.SHARED,
+    hints = HINTS | UNSUPPORTED
+    ignored = IGNORED | {"stream_options"}
+    neutral_values: ClassVar[Neutral] = {
+        **SHARED,
         **dict.fromkeys(UNSUPPORTED, ()),
         "background": (False,),
     }

@@ -10,8 +10,9 @@ import orjson
 
 from manylora.errors import ManyloraError, RateLimitError, RequestError
 from manylora.server.errors import error_body
-from manylora.server.generation.answer_parts import Item, ItemWriter, JsonObject
+from manylora.server.generation.item_writer import Item, ItemWriter
 from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject
 from manylora.server.http import sse
 from manylora.server.responses.schemas import ResponsesBody
 

@@ -56,7 +56,8 @@ def answer_jobs(
         if status == _NOT_READY:
             sys.exit(f"The limit of {memory_bytes} more bytes of memory cannot be set here.")
         if status != _DONE:
-            _write(b"\n[null,%d]" % max(-status, 0))  # a part of an answer may stand before it
+            # A part of an answer may stand before it.
+            os.write(1, b"\n[null,%d]\n" % max(-status, 0))
 
 
 def _answer_in_fork(
@@ -72,9 +73,10 @@ def _answer_in_fork(
             number, cpu_s, job = json.loads(line)
             signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the fork
             answer = answer or make_answer()
-            found = json.dumps([number, answer(job)], ensure_ascii=False)
+            found = json.dumps([number, answer(job)], ensure_ascii=False) + "\n"
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _write(found.encode("utf-8", "surrogatepass"))
+            sys.stdout.buffer.write(found.encode("utf-8", "surrogatepass"))
+            sys.stdout.buffer.flush()
             if one_per_fork:
                 break
         status = _DONE if line else _NO_MORE_JOBS
@@ -92,8 +94,3 @@ def _limit_files_and_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _write(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()

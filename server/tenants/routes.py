@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from manylora.errors import NotFoundError
 from manylora.registry.db.models import GrantRow
 from manylora.registry.names import MAX_INTEGER
-from manylora.server.admission.rates import accounts_of
+from manylora.server.auth.admission import accounts_of
 from manylora.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
 from manylora.server.http.bodies import HeldView, NamedView
 from manylora.server.http.openapi import takes

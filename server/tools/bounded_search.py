@@ -46,25 +46,23 @@ class SearchBudget:
 
     def bound(self, template: Any) -> Any:  # noqa: ANN401 - transformers' ResponseTemplate
         """The template with its own expressions within this budget. Literal marks are found in linear time."""
-        fields = {name: self._bounded_field(field) for name, field in template.fields.items()}
-        anchor = (
-            template.start_anchor_re
-            if template.start_anchor_literals
-            else self._bounded(template.start_anchor_re)
-        )
+        fields = {
+            name: replace(
+                field,
+                open_re=self._bounded(field.open_re, field.open_literals),
+                close_re=self._bounded(field.close_re, field.close_literals),
+            )
+            for name, field in template.fields.items()
+        }
+        anchor = self._bounded(template.start_anchor_re, template.start_anchor_literals)
         return replace(template, fields=fields, start_anchor_re=anchor)
 
     def try_tags(self, text: str, content_args: dict[str, Any]) -> None:
         """Find all tags in a text: transformers finds them again, without a bound, and takes as long."""
         self.run(lambda timeout: list(_tags(content_args).finditer(text, timeout=timeout)))
 
-    def _bounded_field(self, field: Any) -> Any:  # noqa: ANN401
-        open_re = field.open_re if field.open_literals else self._bounded(field.open_re)
-        close_re = field.close_re if field.close_literals else self._bounded(field.close_re)
-        return replace(field, open_re=open_re, close_re=close_re)
-
-    def _bounded(self, pattern: Any) -> BoundedPattern | None:  # noqa: ANN401
-        return None if pattern is None else BoundedPattern(pattern, self)
+    def _bounded(self, pattern: Any, literals: Any) -> Any:  # noqa: ANN401
+        return pattern if pattern is None or literals else BoundedPattern(pattern, self)
 
 
 @dataclass(frozen=True)

@@ -92,15 +92,15 @@ def rows() -> dict[str, dict[str, Any]]:
     }
 
 
-def matching_rows(chat_template: str) -> list[str]:
-    """Names of the rows that know this chat template, the one to take first."""
+def matching_row(chat_template: str) -> str | None:
+    """Name of the row for this chat template; None where no row knows it."""
     found = [
         name
         for name, row in rows().items()
         if any(all(marker in chat_template for marker in markers) for markers in row["markers"])
         and not any(marker in chat_template for marker in row.get("without", ()))
     ]
-    return sorted(found, key=lambda name: (rows()[name].get("rank", 0), name))
+    return min(found, key=lambda name: (rows()[name].get("rank", 0), name), default=None)
 
 
 def check_format_name(named: str | None) -> None:
@@ -145,7 +145,7 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
     Raises:
         ConfigError: The base's own `response_template` cannot be used.
     """
-    name = named or next(iter(matching_rows(tokenizer.chat_template.text)), None)
+    name = named or matching_row(tokenizer.chat_template.text)
     own = tokenizer.response_template
     if named is not None or own is None:
         return None if name is None else _made(name, rows()[name], tokenizer)

@@ -7,7 +7,7 @@ import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -33,6 +33,17 @@ class CallPiece:
     name: str | None = None
     arguments: str = ""
     """The next piece of the arguments' JSON."""
+
+
+def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
+    """Pieces of calls with those of one call as one, in the order of the calls."""
+    calls: dict[int, CallPiece] = {}
+    for piece in pieces:
+        known = calls.get(piece.index)
+        calls[piece.index] = (
+            replace(known, arguments=known.arguments + piece.arguments) if known else piece
+        )
+    return tuple(calls.values())
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,12 @@ class ToolFunction(Body):
     """True holds the arguments of a call to the schema, also where `tool_choice` is auto."""
 
 
+def as_tools(functions: Iterable[ToolFunction], without: str) -> list[dict[str, Any]]:
+    """Tools as chats and their templates have them: functions with all their fields but one."""
+    dumps = [each.model_dump(exclude_none=True, exclude={without}) for each in functions]
+    return [{"type": "function", "function": function} for function in dumps]
+
+
 class Tool(Body):
     """An entry of `tools`."""
 
@@ -38,13 +45,31 @@ class Tool(Body):
     function: ToolFunction
 
 
+def parse_arguments(text: object) -> dict[str, Any]:
+    """The arguments of a call as templates want them. Functions without parameters are called with an empty string.
+
+    Raises:
+        PydanticCustomError: Not a JSON object in a string.
+    """
+    why = "send back what the answer held"
+    try:
+        value = strict_json.loads(text or "{}") if isinstance(text, str) else None
+    except strict_json.JsonRefusedError as error:
+        value = None
+        why = str(error)
+    if not isinstance(value, dict):
+        raise PydanticCustomError(
+            "invalid_json", "must be a JSON object in a string: {why}", {"why": why}
+        )
+    return value
+
+
 class CalledFunction(StoredBody):
     """The function that an earlier answer called."""
 
     name: ToolName
     arguments: Annotated[
-        dict[str, Any],
-        BeforeValidator(lambda text: parse_arguments(text), json_schema_input_type=str),
+        dict[str, Any], BeforeValidator(parse_arguments, json_schema_input_type=str)
     ]
     """A JSON object, as a string."""
 
@@ -66,25 +91,6 @@ class ToolChoice:
     """Only these; None for all tools of the request."""
     is_single: bool = False
     """True if there is exactly one call: the client has named the function."""
-
-
-def parse_arguments(text: object) -> dict[str, Any]:
-    """The arguments of a call as templates want them. Functions without parameters are called with an empty string.
-
-    Raises:
-        PydanticCustomError: Not a JSON object in a string.
-    """
-    why = "send back what the answer held"
-    try:
-        value = strict_json.loads(text or "{}") if isinstance(text, str) else None
-    except strict_json.JsonRefusedError as error:
-        value = None
-        why = str(error)
-    if not isinstance(value, dict):
-        raise PydanticCustomError(
-            "invalid_json", "must be a JSON object in a string: {why}", {"why": why}
-        )
-    return value
 
 
 class NamedFunction(StoredBody):

@@ -22,9 +22,8 @@ from manylora.errors import (
     ManyloraError,
 )
 from manylora.registry.names import model_not_found
-from manylora.registry.records import Removed
+from manylora.registry.records import Removed, ResolvedModel
 from manylora.server.process.threads import cancel_all, in_thread
-from manylora.server.versions.resolved_model import ResolvedModel
 
 if TYPE_CHECKING:
     from manylora.adapters.blobs.memory import MemoryBlobs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from manylora.errors import InvalidRequestError, NotFoundError
 from manylora.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
-from manylora.server.versions.resolved_model import ResolvedModel
+from manylora.registry.records import ResolvedModel
 
 if TYPE_CHECKING:
     from manylora.registry.registry import Registry

@@ -23,7 +23,7 @@ import pytest
 from api_server import ADMIN_KEY, BASE, Api, new_client
 from fake_engine import demo_ready
 from manylora.server.app import create_app
-from manylora.server.process.long_work import keep_interpreter_moving
+from manylora.server.process.threads import keep_interpreter_moving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 LONGEST_S = 0.3

@@ -25,8 +25,7 @@ from manylora.registry.db.clock import utc_now
 from manylora.registry.registry import Registry
 from manylora.server.app import create_app
 from manylora.server.core_services import CallerLimits, Clock
-from manylora.server.http.body import Pace
-from manylora.server.http.json_body import BodyReader
+from manylora.server.http.body import BodyReader, Pace
 from manylora.server.http.listen import ApiServer, bind, url_of
 from manylora.server.process.drain import Drain
 from manylora.server.run import share_database

@@ -12,7 +12,7 @@ from blob_io import store
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.server.batches import input_lines
 from manylora.server.batches.input_lines import check_input, read_lines
-from manylora.server.process.long_work import LongWork
+from manylora.server.process.threads import LongWork
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"

@@ -25,7 +25,7 @@ from manylora.server.cluster.forwarding import MAX_TRIES
 from manylora.server.cluster.router import Router
 from manylora.server.cluster.wire import LEDGER_ID
 from manylora.server.errors import error_body
-from manylora.server.http.json_body import json_bytes
+from manylora.server.http.body import json_bytes
 from raw_http import head_of
 from registry_samples import facts, publish_version
 from scripted_replica import (

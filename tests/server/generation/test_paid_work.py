@@ -21,7 +21,7 @@ from fake_engine import FakeEngine, Work, demo_tokenizer
 from manylora.engine.request import ErrorInfo, GenerationRequest
 from manylora.registry.records import UsageEvent
 from manylora.server.core_services import Clock
-from manylora.server.http.connection_room import IS_CLOSING
+from manylora.server.http.wire import IS_CLOSING
 from manylora.server.limits.accounts import Account
 
 pytestmark = pytest.mark.anyio

@@ -23,7 +23,7 @@ from manylora.server.generation import choices as generation
 from manylora.server.generation import meter as metering
 from manylora.server.generation.prompts import Prompt
 from manylora.server.http.body import Pace
-from manylora.server.http.connection_room import IS_CLOSING
+from manylora.server.http.wire import IS_CLOSING
 from raw_http import head_of, upload_head
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from api_server import BASE, Api, Client
 from manylora.errors import InvalidRequestError
 from manylora.server.generation.prompts import LEAST_TOP_P
+from manylora.server.http.bodies import parse_json
 from manylora.server.http.body import content_length
-from manylora.server.http.json_body import parse_json
 
 pytestmark = pytest.mark.anyio
 GOOD = {"model": BASE, "prompt": "x", "max_tokens": 2}

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from api_server import BASE, Api, connect, eventually, new_client
-from manylora.server.http import connection_room as rooms
-from manylora.server.http.connection_room import (
-    ConnectionRoom,
-    most_connections,
-    raise_descriptor_limit,
-)
+from manylora.server.http import wire
 from manylora.server.http.listen import ApiServer
+from manylora.server.http.wire import ConnectionRoom
+from manylora.server.process import descriptors
+from manylora.server.process.descriptors import most_connections, raise_descriptor_limit
 from raw_http import head_of
 
 pytestmark = pytest.mark.anyio
@@ -79,7 +77,7 @@ def test_callers_with_a_key_stay_and_of_them_the_idle_one_goes() -> None:
 def test_strangers_are_bounded_where_there_is_room_for_many_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rooms, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(wire, "MOST_STRANGERS", 2)
     closed: list[str] = []
     visitors(ConnectionRoom(1000), "abc", closed)
     assert closed == ["a"]
@@ -89,8 +87,8 @@ def test_strangers_are_bounded_where_there_is_room_for_many_more(
 def test_some_descriptors_are_left_to_others(monkeypatch: pytest.MonkeyPatch, soft: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, 4096))
     most = most_connections()
-    assert most == rooms.LEAST_CONNECTIONS or most <= soft - rooms.KEPT
-    assert rooms.LEAST_CONNECTIONS <= most_connections(descriptors_each=2) <= most
+    assert most == descriptors.LEAST_CONNECTIONS or most <= soft - descriptors.KEPT
+    assert descriptors.LEAST_CONNECTIONS <= most_connections(descriptors_each=2) <= most
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 
 import manylora.server.app  # all bodies
 from api_server import BASE, Api, Client
+from manylora.errors import UnsupportedParameterError
+from manylora.server.generation.structured_output import JsonSchemaFormat, StructuredOutputs
 from manylora.server.generation.unsupported_params import IGNORED, SHARED
-from manylora.server.http.bodies import Body
+from manylora.server.http.bodies import Body, parsed
+from manylora.server.messages.schemas import ClientTool
 
 pytestmark = pytest.mark.anyio
 USER = {"role": "user", "content": "When are you open?"}
@@ -111,9 +115,24 @@ def bodies(base: type[Body] = Body) -> Iterator[type[Body]]:
 @pytest.mark.parametrize("model", sorted(set(bodies()), key=str))
 def test_null_is_as_absent_in_every_body(model: type[Body]) -> None:
     sample = SAMPLES.get(model.__name__, {})
-    optional = {name for name, field in model.model_fields.items() if not field.is_required()}
+    optional = {
+        field.alias or name for name, field in model.model_fields.items() if not field.is_required()
+    }
     nulls = dict.fromkeys((optional | model.ignored | set(model.neutral_values)) - set(sample))
     assert model.model_validate({**sample, **nulls}) == model.model_validate(sample)
+
+
+@pytest.mark.parametrize("model", [JsonSchemaFormat, ClientTool, StructuredOutputs])
+def test_a_strange_field_is_told_also_beside_one_that_has_another_name_here(
+    model: type[Body],
+) -> None:
+    field = {"ClientTool": "input_schema", "StructuredOutputs": "json"}.get(
+        model.__name__, "schema"
+    )
+    sample = {**SAMPLES[model.__name__], "nonsense": 1} | {field: {}}
+    for fields in (sample, dict(reversed(sample.items()))):
+        with pytest.raises(UnsupportedParameterError, match="nonsense"):
+            parsed(model, json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("route", DIALECTS)

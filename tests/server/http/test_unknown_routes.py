@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from api_server import Api
-from manylora.server.http.unknown_routes import ELSEWHERE, NOT_SERVED
+from manylora.server.errors import ELSEWHERE, NOT_SERVED
 
 pytestmark = pytest.mark.anyio
 V1 = "the base URL of a client ends in one /v1"

@@ -16,7 +16,7 @@ from api_server import BASE, Api, eventually
 from api_server import api as open_api
 from fake_cluster import behind_a_gateway
 from manylora.errors import CapacityError, RateLimitError
-from manylora.server import boundary
+from manylora.server.auth import middleware
 from manylora.server.http.body import BodyBudget
 
 pytestmark = pytest.mark.anyio
@@ -129,7 +129,7 @@ async def small(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Api]:
     """An API with room for 400,000 bytes of bodies."""
-    monkeypatch.setattr(boundary, "MOST_BYTES", 400_000)
+    monkeypatch.setattr(middleware, "MOST_BYTES", 400_000)
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_api(tmp_path, max_body_bytes=LONG))
         if request.param == "gateway":

@@ -16,8 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 from api_adapters import upload
 from api_server import Api, Client, at_rest, eventually
 from manylora.errors import RateLimitError
-from manylora.server.admission.rates import Admitted
 from manylora.server.app import LIMITED_ROUTERS, ROUTERS
+from manylora.server.auth.admission import Admitted
 from manylora.server.auth.middleware import LOCAL_ADMIN
 from manylora.server.limits import turns as limit_turns
 from manylora.server.limits.turns import CODE, PLACES, ManagementTurns

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from answer_parts import choice_of, meter_of, step_of
 from manylora.errors import EngineError, EngineUnavailableError, ManyloraError
-from manylora.server.generation.answer_parts import AnswerPart
+from manylora.server.generation.openai_format import AnswerPart
 from manylora.server.messages.writer import MessageWriter
 from manylora.server.tools.reading import CallPiece
 

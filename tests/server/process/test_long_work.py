@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from api_server import eventually
-from manylora.server.process import long_work
-from manylora.server.process.long_work import INLINE_BYTES, MEDIUM_BYTES, LongWork
+from manylora.server.process import threads
+from manylora.server.process.threads import INLINE_BYTES, MEDIUM_BYTES, LongWork
 
 pytestmark = pytest.mark.anyio
 LONG = MEDIUM_BYTES + 1
@@ -86,8 +86,8 @@ async def test_freed_memory_goes_back_once_long_work_is_over(
 ) -> None:
     given = asyncio.Event()
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(long_work, "TRIM_S", 0.01)
-    monkeypatch.setattr(long_work, "give_memory_back", lambda: loop.call_soon_threadsafe(given.set))
+    monkeypatch.setattr(threads, "TRIM_S", 0.01)
+    monkeypatch.setattr(threads, "give_memory_back", lambda: loop.call_soon_threadsafe(given.set))
     await LongWork(2).run(lambda: None, LONG, "t")
     async with asyncio.timeout(10):
         await given.wait()

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from answer_parts import choice_of, meter_of, step_of
 from manylora.errors import EngineUnavailableError, ManyloraError, RateLimitError, RequestError
-from manylora.server.generation.answer_parts import AnswerPart, joined
+from manylora.server.generation.openai_format import AnswerPart, joined
 from manylora.server.responses.schemas import ResponsesBody
 from manylora.server.responses.writer import ResponseWriter
 from manylora.server.tools.reading import CallPiece

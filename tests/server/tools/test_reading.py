@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.answer_parts import joined_calls
 from manylora.server.tools.reading import (
     MAX_HELD,
     AnswerPlan,
     CallPiece,
     Reading,
+    joined_calls,
     plan_answer,
 )
 from tool_models import family, tool

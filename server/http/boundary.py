@@ -1,61 +1,34 @@
-"""The outermost ASGI layers: CORS, request ids, the answer while shutting down, the last catch, and authentication.
+"""The beginning and the end of a request's life: its id, the answer while shutting down, and the last catch.
 
-A request's life begins and ends here. All that it takes, its part of its caller's limits and of the memory for bodies
-first, goes onto one stack in `scope["state"]["ends"]`, which is closed before the client sees the end of the answer.
+All that a request takes, its part of the memory for bodies first, goes onto one stack in `scope["state"]["ends"]`,
+which is closed before the client sees the end of the answer. What is in `scope["state"]["headers"]` makes headers of
+the answer.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manylora.config import ServerConfig
 from manylora.errors import ManyloraError
-from manylora.registry.registry import Registry
-from manylora.server.auth.middleware import AuthMiddleware
 from manylora.server.errors import answer, error_response
-from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget, HeldBody
+from manylora.server.http.body import BodyBudget, HeldBody
 from manylora.server.http.route_facts import PUBLIC_PATHS
-from manylora.server.limits.reservation import LimitReservation
 from manylora.server.process.drain import Drain
 
 log = structlog.get_logger("manylora.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
 _DEFAULTS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 """Answers to a browser's session must not stay in its cache or in a proxy's."""
+MakeHeaders = Callable[[], Mapping[str, str]]
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-
-
-def outer_layers(
-    config: ServerConfig, registry: Registry, drain: Drain, answered: Callable[[int], None]
-) -> list[Middleware]:
-    """Layers around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
-    keys = registry if config.auth == "on" else None
-    bodies = BodyBudget(max(MOST_BYTES, MOST_BODIES * config.max_body_bytes))
-    layers = [
-        Middleware(Boundary, drain=drain, answered=answered, bodies=bodies),
-        Middleware(AuthMiddleware, keys=keys, uses_links=config.role != "gateway"),
-    ]
-    if origins := config.allowed_origins:
-        # Without credentials, so no cookie: a page of another origin needs a key of its own.
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["*"],
-        )
-        layers.insert(0, cors)
-    return layers
 
 
 class Boundary:
@@ -79,17 +52,18 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reservation = LimitReservation()
         body = HeldBody(self._bodies)
         ends = AsyncExitStack()
         ends.callback(body.end)
-        ends.callback(reservation.end)
+        made: list[MakeHeaders] = []
         scope["state"] = {
+            "hop": None,
+            "is_probe": False,
             **scope.get("state", {}),
             "request_id": request_id,
-            "reservation": reservation,
             "body": body,
             "ends": ends,
+            "headers": made,
         }
         has_started = False
 
@@ -100,7 +74,7 @@ class Boundary:
                 if message["status"] >= 400:
                     await ends.aclose()
                 self._answered(message["status"])
-                self._add_headers(MutableHeaders(scope=message), request_id, reservation)
+                self._add_headers(MutableHeaders(scope=message), request_id, made)
             elif not message.get("more_body", False):
                 await ends.aclose()  # before the client sees the end and sends its next request
             await send(message)
@@ -128,14 +102,15 @@ class Boundary:
             await error_response(shown, path)(scope, receive, send)
 
     def _add_headers(
-        self, headers: MutableHeaders, request_id: str, reservation: LimitReservation
+        self, headers: MutableHeaders, request_id: str, made: Sequence[MakeHeaders]
     ) -> None:
         headers["x-request-id"] = request_id
         for name, value in _DEFAULTS.items():
             headers.setdefault(name, value)
         if self._drain.is_draining:
             headers["connection"] = "close"
-        headers.update(reservation.headers())
+        for make in made:
+            headers.update(make())
 
 
 def request_id_of(headers: Headers) -> str:

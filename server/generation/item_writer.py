@@ -1,77 +1,20 @@
-"""The parts of an answer, and answers that are lists of items: reasoning, texts and calls, one after the other."""
+"""Answers that are lists of items: reasoning, texts and calls, one after the other."""
 
 from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from dataclasses import dataclass, field
+from typing import Literal
 
 from manylora.errors import ManyloraError
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import AnswerPart, JsonObject
 from manylora.server.tools.reading import CallPiece
 
-JsonObject = dict[str, object]
 ItemKind = Literal["reasoning", "text", "call"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerPart:
-    """One choice as one step, or all steps, have it."""
-
-    text: str
-    reasoning: str = ""
-    calls: tuple[CallPiece, ...] = ()
-    logprobs: dict[str, list[object]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    """None where the client did not ask for them."""
-
-
-def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
-    """Pieces of calls with those of one call as one, in the order of the calls."""
-    calls: dict[int, CallPiece] = {}
-    for piece in pieces:
-        known = calls.get(piece.index)
-        calls[piece.index] = (
-            replace(known, arguments=known.arguments + piece.arguments) if known else piece
-        )
-    return tuple(calls.values())
-
-
-def joined(parts: Sequence[AnswerPart]) -> AnswerPart:
-    """All parts of a choice as one."""
-    last = parts[-1]
-    text = "".join(part.text for part in parts)
-    logprobs = merge([part.logprobs for part in parts])
-    if logprobs is not None and "text_offset" in logprobs:
-        # A stop string may have been cut off since.
-        offsets = cast("list[int]", logprobs["text_offset"])
-        logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
-    return AnswerPart(
-        text=text,
-        reasoning="".join(part.reasoning for part in parts),
-        calls=joined_calls([call for part in parts for call in part.calls]),
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        token_ids=None
-        if last.token_ids is None
-        else [token for part in parts for token in part.token_ids or ()],
-    )
-
-
-def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
-    """Append the lists of several pieces, key by key; None when there is no piece."""
-    found = [piece for piece in pieces if piece is not None]
-    return (
-        {key: [value for piece in found for value in piece[key]] for key in found[0]}
-        if found
-        else None
-    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,15 +15,19 @@ from starlette.requests import Request
 from manylora.registry.db.clock import month_of
 from manylora.registry.limits import Limits
 from manylora.server.auth.callers import Caller, CallerDependency, TenantQuery
-from manylora.server.core_services import CoreServices, core_services_of
-from manylora.server.hop import is_probe
+from manylora.server.core_services import CoreServices
 from manylora.server.limits.accounts import Holder, LimitedAccount
 from manylora.server.limits.reservation import LimitReservation
 
 
 def reservation_of(request: Request) -> LimitReservation:
-    """The request's part of its caller's limits. `Boundary` makes it, and ends it with the request."""
-    return cast(LimitReservation, request.state.reservation)
+    """The request's part of its caller's limits, made at the first call. It ends with the request."""
+    state = request.state
+    if not hasattr(state, "reservation"):
+        state.reservation = reservation = LimitReservation()
+        state.ends.callback(reservation.end)
+        state.headers.append(reservation.headers)
+    return cast(LimitReservation, state.reservation)
 
 
 async def accounts_of(
@@ -99,7 +103,7 @@ class Admitted(CallerDependency):
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
-        services = core_services_of(request)
+        services: CoreServices = request.app.state.services
         caller = await super().__call__(request, tenant)
         await admit(
             services,
@@ -107,7 +111,7 @@ class Admitted(CallerDependency):
             reservation_of(request),
             self._tokens,
             services.metrics.limited,
-            is_counted=not is_probe(request),
+            is_counted=not request.state.is_probe,
         )
         return caller
 

@@ -1,1 +1,0 @@
-"""Admission of requests, between their authentication and their route."""

@@ -37,7 +37,7 @@ SETTLED = 100
 BETWEEN = 10
 """Versions between two looks at memory."""
 STRETCH = 5
-"""Looks between two that are compared. What a version costs for good is in every stretch; what fills late is in some."""
+"""Looks between two that are compared. What a version costs for good is in every stretch, what fills late in some."""
 MOST_GROWTH = 8 << 20
 """Of all processes, in the stretch in which they grew least."""
 SETTINGS = {

@@ -106,10 +106,15 @@ def timed_parts() -> Generator[PartClock]:
 
         return timed_linear
 
+    makers: dict[str, Callable[..., Any]] = {
+        "kernels_for": timed_kernels,
+        "make_linear": timed_maker(make_linear),
+        "make_head": timed_maker(make_head),
+    }
     with ExitStack() as stack:
+        for name, timed in makers.items():
+            stack.enter_context(patch.object(weights, name, timed))
         for owner, name, part in _FUNCTIONS:
             timed = clock.around(part, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, timed))
-        makers = {"make_linear": timed_maker(make_linear), "make_head": timed_maker(make_head)}
-        stack.enter_context(patch.multiple(weights, kernels_for=timed_kernels, **makers))
         yield clock

@@ -75,7 +75,7 @@ def _operation(setup: Setup, make: Make, *arguments: object) -> Figures:
 
 def timed(setup: Setup, works: Sequence[Work]) -> Figures:
     """Microseconds of operations beside their floors, all together and each."""
-    parts = [
+    parts: list[Figures] = [
         {
             "name": work.name,
             "measured": 1e6 * call_s(work.run, setup.device),

@@ -61,7 +61,7 @@ NORMAL_RATIO = 2.0
 After the last arrival, running answers and clients that come back after their Retry-After still fill it."""
 _POLL_S = 0.1
 _FILLED = 1 / 6
-Targets = Mapping[str, Sequence[Target]]
+Targets = Mapping[str, list[Target]]
 """Models by tenant."""
 
 

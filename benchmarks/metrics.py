@@ -32,6 +32,8 @@ class Reply:
     is_whole: bool = False
     """True if the answer came to its end."""
     error: str | None = None
+    attempt: int = 1
+    """Number of this sending of the request; one that was refused may be sent again."""
     sent_s: float = math.nan
     head_s: float = math.nan
     """When status and headers were there."""
@@ -43,6 +45,11 @@ class Reply:
     def is_refused(self) -> bool:
         """True if the server refused the request with 429 or 503, so that it may be sent again later."""
         return self.status in (429, 503)
+
+    @property
+    def is_answered(self) -> bool:
+        """True if tokens came and nothing failed."""
+        return self.error is None and self.completion_tokens > 0
 
     @property
     def retry_after_s(self) -> float | None:

@@ -46,24 +46,22 @@ class ModelShape:
 
     def config_fields(self) -> dict[str, Any]:
         """Fields of config.json for a generated checkpoint of these sizes."""
-        sizes = {
+        return {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.num_layers,
-        }
-        heads = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
-        ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-        return {
-            **sizes,
-            **heads,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
             "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
-            **ids,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
         }
 
-    def geometry(self, dtype_bytes: int = DTYPE_BYTES, kv_dtype: KvDtype = "auto") -> PageGeometry:
+    def geometry(self, kv_dtype: KvDtype = "auto") -> PageGeometry:
         """Pages of an arena for it."""
-        return model_geometry(self.spec(), self.base(), dtype_bytes, kv_dtype)
+        return model_geometry(self.spec(), self.base(), DTYPE_BYTES, kv_dtype)
 
 
 QWEN = ModelShape(

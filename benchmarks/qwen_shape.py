@@ -28,13 +28,13 @@ NUM_SMALL = 8
 SMALL_RANK = 8
 _SEED = 7
 MAX_POSITIONS = 8192
-_FORMAT = 3
-"""Goes up whenever the generated files would differ."""
+_FOLDER = "qwen2-0.5b-shape-3"
+"""Folder in the cache; its number goes up whenever the generated files would differ."""
 
 
 def make_checkpoints(cache: Path = CACHE) -> tuple[Path, list[Path]]:
     """Folders of the base and of each adapter; made if they are not there (a minute, 1.1 GB)."""
-    root = cache / f"qwen2-0.5b-shape-{_FORMAT}"
+    root = cache / _FOLDER
     base = root / "base"
     adapters = [root / f"adapter-{index}-rank-{rank}" for index, rank in enumerate(RANKS)]
     finished = root / "finished"
@@ -49,7 +49,7 @@ def make_checkpoints(cache: Path = CACHE) -> tuple[Path, list[Path]]:
 
 def make_small_adapters(cache: Path = CACHE) -> Path:
     """Folder of adapters of rank 8 on q and v, made if they are not there. Each is 1 MB: thousands can be stored."""
-    root = cache / f"qwen2-0.5b-shape-{_FORMAT}" / "small"
+    root = cache / _FOLDER / "small"
     for index in range(NUM_SMALL):
         folder = root / f"small-{index}"
         if not (folder / "adapter_model.safetensors").exists():
@@ -59,13 +59,8 @@ def make_small_adapters(cache: Path = CACHE) -> Path:
 
 def base_config() -> Qwen2Config:
     """386M parameters, 24 layers, hidden size 896, tied embeddings."""
-    return Qwen2Config(
-        **{
-            **QWEN.config_fields(),
-            "vocab_size": VOCAB_SIZE,
-            "max_position_embeddings": MAX_POSITIONS,
-        }
-    )
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS}
+    return Qwen2Config(**{**QWEN.config_fields(), **sizes})
 
 
 def _save_base(folder: Path) -> None:
@@ -94,9 +89,9 @@ def save_random_adapter(
     for layer in range(base.num_layers):
         for module in (base.modules[index] for index in modules):
             path = f"base_model.model.{base.layer_prefix}.{layer}.{module.path}"
-            for part, sizes in (
-                ("A", (rank, module.in_features)),
-                ("B", (module.out_features, rank)),
+            for part, *sizes in (
+                ("A", rank, module.in_features),
+                ("B", module.out_features, rank),
             ):
                 values = torch.randn(sizes, generator=generator).mul_(0.02)
                 tensors[f"{path}.lora_{part}.weight"] = values.to(torch.bfloat16)

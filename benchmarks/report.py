@@ -172,6 +172,18 @@ def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> F
     }
 
 
+def pick(figures: Any, path: str) -> Any:  # noqa: ANN401 - JSON
+    """The figure at a path such as `ttft_ms.p99`; None where a part of it was not measured."""
+    for name in path.split("."):
+        figures = None if figures is None else figures[name]
+    return figures
+
+
+def make_row(figures: Figures, columns: Mapping[str, str]) -> Figures:
+    """A row of a table: the figure at each path, by the title of its column."""
+    return {title: pick(figures, path) for title, path in columns.items()}
+
+
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of rows that have the same columns; in a file or a pipe nothing of it is cut."""
     first, *others = rows[0]

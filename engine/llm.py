@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.checkpoint.folder import adapter_files
@@ -193,7 +193,7 @@ class LLM:
         self.engine.core.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

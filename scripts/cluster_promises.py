@@ -29,13 +29,13 @@ from manylora.benchmarks.http.gateway import (
     ARRIVE_S,
     STEP_S,
     Servers,
-    load,
     stepped_cluster,
+    streams,
     targets,
 )
-from manylora.benchmarks.http.generator import Target
+from manylora.benchmarks.http.generator import Target, send_all
 from manylora.benchmarks.http.own_server import TENANT, OwnServer
-from manylora.benchmarks.metrics import distribution
+from manylora.benchmarks.metrics import Reply, distribution
 from manylora.benchmarks.report import Options, goal, tell
 from manylora.client import Client
 from manylora.errors import ClientError, ManyloraError
@@ -82,12 +82,14 @@ async def replica_killed(
     victim: OwnServer, asked: Sequence[Target], num_streams: int
 ) -> dict[str, Any]:
     """Kill a replica; returns when its streams had the error event, and what became of requests sent meanwhile."""
-    streams = asyncio.create_task(load(asked, num_streams, int(4 * ARRIVE_S / STEP_S)))
+    replies: list[Reply] = []
+    new: list[Reply] = []
+    running = send_all([(streams(asked, num_streams, int(4 * ARRIVE_S / STEP_S)), replies)])
     await asyncio.sleep(2 * ARRIVE_S)
     killed_s = time.perf_counter()
     os.killpg(victim.pid, signal.SIGKILL)  # its engine goes with it, as when the machine goes
-    new = await load(asked, NUM_NEW, 2)
-    replies = await streams
+    await send_all([(streams(asked, NUM_NEW, 2), new)])
+    await running
     lost = [reply for reply in replies if reply.error]
     if other := next(
         (reply.error for reply in lost if "replica_lost" not in str(reply.error)), None
@@ -107,9 +109,8 @@ async def replica_killed(
 async def gateway_killed(gateways: Servers, base: Target, num_streams: int) -> float:
     """Seconds until the replica that is left computes nothing more for it."""
     victim, other = gateways
-    streams = asyncio.create_task(
-        load(targets([victim], base), num_streams, int(9 * ARRIVE_S / STEP_S))
-    )
+    load = streams(targets([victim], base), num_streams, int(9 * ARRIVE_S / STEP_S))
+    sending = send_all([(load, [])])
     await asyncio.sleep(2 * ARRIVE_S)
     if (running := await asyncio.to_thread(num_running, other)) != [num_streams]:
         raise ManyloraError(
@@ -117,7 +118,7 @@ async def gateway_killed(gateways: Servers, base: Target, num_streams: int) -> f
         )
     os.killpg(victim.pid, signal.SIGKILL)
     aborted_s = await asyncio.to_thread(seconds_until, lambda: num_running(other) == [0])
-    await streams
+    await sending
     return aborted_s
 
 

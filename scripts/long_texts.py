@@ -27,8 +27,14 @@ import httpx
 import uvloop
 
 from manylora import demo
-from manylora.benchmarks.http.flood import flood
-from manylora.benchmarks.http.generator import Call, Generator, Load, Target, check_replies
+from manylora.benchmarks.http.generator import (
+    Call,
+    Generator,
+    Load,
+    Target,
+    check_replies,
+    flood,
+)
 from manylora.benchmarks.http.own_server import BASE_NAME, OwnServer, plain_server
 from manylora.benchmarks.http.runner import play
 from manylora.benchmarks.metrics import Reply, percentile
@@ -180,7 +186,7 @@ async def _ask_both(quiet: Target, until_s: float) -> tuple[list[Reply], list[fl
 
 def _memory_mib(server: OwnServer) -> float:
     """MiB of the server's own process; the engine is another."""
-    return server.usage().mib
+    return server.usage()["rss_mib"]
 
 
 OPTIONS: Options = {"texts": (12, "texts at once"), "seconds": (15, "of each row"), **SETTINGS}

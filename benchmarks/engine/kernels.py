@@ -33,6 +33,12 @@ from manylora.memory.geometry import SCALE_BYTES
 DTYPE = torch.bfloat16
 SCALE = 0.02
 """Standard deviation of random numbers."""
+SAMPLINGS = {
+    "greedy": RowSampling(temperature=0.0),
+    "top-p": RowSampling(temperature=0.8, top_p=0.9, uniform=0.5),
+    "top-k": RowSampling(temperature=0.8, top_k=40, uniform=0.5),
+    "top-k and top-p": RowSampling(temperature=0.8, top_k=40, top_p=0.9, uniform=0.5),
+}
 LAUNCH_S = 3e-6
 """The least time of one kernel in a CUDA graph."""
 
@@ -154,10 +160,10 @@ class KernelBench:
             ),
         ]
 
-    def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> list[Work]:
-        """Make the choice of a token for each of `rows` rows."""
+    def sampling(self, rows: int, about: str, vocab_size: int) -> list[Work]:
+        """Make the choice of a token for each of `rows` rows, in one way of `SAMPLINGS`."""
         logits = torch.randn(rows, vocab_size).to(self.device)
-        columns = torch.from_numpy(sampling_words([row] * rows)).to(self.device)
+        columns = torch.from_numpy(sampling_words([SAMPLINGS[about]] * rows)).to(self.device)
         name = f"{about} sampling"
         return [Work(name, lambda _: self.kernels.sample(logits, columns), logits.nbytes)]
 
@@ -190,7 +196,10 @@ class KernelBench:
             vector_bytes = geometry.head_dim + SCALE_BYTES
             stored = " of int8"
         kv_bytes = rows * context * vector_bytes * 2 * model.num_kv_heads
-        layers = [self._kv(layer) for layer in range(self.num_layers)]
+        layers = [
+            KvLayer(*self.arena.kv(layer), self.arena.kv_scales(layer))
+            for layer in range(self.num_layers)
+        ]
 
         def attend(call: int) -> object:
             return self.kernels.paged_attention(
@@ -200,9 +209,6 @@ class KernelBench:
         flops = 4 * len(q) * (context - query / 2) * model.num_heads * model.head_dim
         name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
         return [Work(name, attend, kv_bytes + 2 * q.nbytes, flops)]
-
-    def _kv(self, layer: int) -> KvLayer:
-        return KvLayer(*self.arena.kv(layer), self.arena.kv_scales(layer))
 
     def _random(self, rows: int, width: int, scale: float = SCALE) -> torch.Tensor:
         """Random numbers, drawn on the host, so that those for two devices can be the same."""

@@ -74,15 +74,14 @@ def make_cases(num_adapters: int) -> dict[str, tuple[Prompts, list[int]]]:
 def make_result(timed: dict[tuple[str, str], list[Timed]]) -> Figures:
     """Medians, ratios and how far the outputs of the last repeat agree, from the repeats by case and contender."""
     rates: dict[str, dict[str, float]] = {name: {} for _, name in timed}
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in rates}
     for (case, name), repeats in timed.items():
-        seconds[name][case] = [taken_s for taken_s, _ in repeats]
         tokens = sum(map(len, repeats[-1][1]))
-        rates[name][case] = tokens / statistics.median(seconds[name][case])
+        rates[name][case] = tokens / statistics.median(taken_s for taken_s, _ in repeats)
     ours = rates[OURS]
-    over_peers = {
+    ratios = {
         f"{case}: {OURS} / {peer}": ours[case] / rates[peer][case] for case, peer in PEERS.items()
     }
+    ratios[f"{OURS}: mixed / base"] = ours["mixed"] / ours["base"]
     return {
         "threads": torch.get_num_threads(),
         "load": {
@@ -92,10 +91,13 @@ def make_result(timed: dict[tuple[str, str], list[Timed]]) -> Figures:
             "output_tokens": OUTPUT_TOKENS,
         },
         "output_tokens_per_s": rates,
-        "seconds": seconds,
-        "ratios": {**over_peers, f"{OURS}: mixed / base": ours["mixed"] / ours["base"]},
+        "seconds": {
+            f"{case}: {name}": [taken_s for taken_s, _ in repeats]
+            for (case, name), repeats in timed.items()
+        },
+        "ratios": ratios,
         "first_tokens_equal": {
-            case: _agreement(*(timed[case, name][-1][1] for name in (OURS, PEERS[case])))
+            case: _agreement(timed[case, OURS], timed[case, PEERS[case]])
             for case in ("base", "mixed")
         },
         "table": [
@@ -121,10 +123,9 @@ def _transformers(base: Path, folders: Sequence[Path]) -> Generate:
     """A model of transformers; with adapters, one of PEFT."""
     model: Any = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
-    names = [f"adapter{index}" for index in range(len(folders))]
-    for name, folder in zip(names, folders, strict=True):
-        how: dict[str, Any] = {"adapter_name": name, "autocast_adapter_dtype": False}
-        if name == names[0]:
+    for index, folder in enumerate(folders):
+        how: dict[str, Any] = {"adapter_name": str(index), "autocast_adapter_dtype": False}
+        if index == 0:
             model = PeftModel.from_pretrained(model, folder, **how)
         else:
             model.load_adapter(folder, **how)
@@ -133,7 +134,7 @@ def _transformers(base: Path, folders: Sequence[Path]) -> Generate:
     @torch.inference_mode()
     def generate(prompts: Prompts, adapters: Sequence[int]) -> Prompts:
         ids = torch.tensor(prompts)
-        chosen = {"adapter_names": [names[index] for index in adapters]} if adapters else {}
+        chosen = {"adapter_names": list(map(str, adapters))} if adapters else {}
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -147,8 +148,10 @@ def _transformers(base: Path, folders: Sequence[Path]) -> Generate:
     return generate
 
 
-def _agreement(ours: Prompts, theirs: Prompts) -> float:
-    return sum(a[0] == b[0] for a, b in zip(ours, theirs, strict=True)) / len(ours)
+def _agreement(ours: list[Timed], theirs: list[Timed]) -> float:
+    """The share of answers of the last repeat that begin with the same token."""
+    pairs = list(zip(ours[-1][1], theirs[-1][1], strict=True))
+    return sum(one[0] == other[0] for one, other in pairs) / len(pairs)
 
 
 OPTIONS: Options = {"repeats": (3, "")}

@@ -17,8 +17,6 @@ from unittest.mock import patch
 from manylora.adapters.lora.step import LoraStep, PagedLora
 from manylora.engine.core import EngineCore
 from manylora.engine.execution import runner
-from manylora.engine.execution.host_rows import host_rows
-from manylora.engine.execution.packed_step import pack_step
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.decoder import Decoder
@@ -43,6 +41,17 @@ _KERNEL_PARTS = {
     **dict.fromkeys(("paged_attention", "attend"), "attention"),
     "silu_and_mul": "activation",
 }
+_FUNCTIONS = (
+    (PagedLora, "prepare", "LoRA preparation"),
+    (LoraStep, "apply", "LoRA"),
+    (runner, "pack_step", "batch"),
+    (runner, "host_rows", "batch"),
+    (Decoder, "forward", "rest of the decoder"),
+    (Decoder, "logits", "rest of the decoder"),
+    (Sampler, "sample", "sampling"),
+    (EngineCore, "pump", "scheduling"),
+)
+"""Functions by their owner and name, and the part that they belong to."""
 
 
 class PartClock:
@@ -91,26 +100,21 @@ def timed_parts() -> Generator[PartClock]:
         }
         return replace(kernels, **timed)
 
-    def timed_linear(*operands: Any, **named: Any) -> Linear:  # noqa: ANN401 - those of make_linear
-        return clock.around("linear layers", make_linear(*operands, **named))
+    def timed_maker(make: Callable[P, Linear]) -> Callable[P, Linear]:
+        def timed_linear(*arguments: P.args, **keywords: P.kwargs) -> Linear:
+            return clock.around("linear layers", make(*arguments, **keywords))
 
+        return timed_linear
+
+    makers: dict[str, Callable[..., Any]] = {
+        "kernels_for": timed_kernels,
+        "make_linear": timed_maker(make_linear),
+        "make_head": timed_maker(make_head),
+    }
     with ExitStack() as stack:
-        for owner, name, timed in (
-            (weights, "kernels_for", timed_kernels),
-            (weights, "make_linear", timed_linear),
-            (
-                weights,
-                "make_head",
-                lambda *operands: clock.around("linear layers", make_head(*operands)),
-            ),
-            (PagedLora, "prepare", clock.around("LoRA preparation", PagedLora.prepare)),
-            (LoraStep, "apply", clock.around("LoRA", LoraStep.apply)),
-            (runner, "pack_step", clock.around("batch", pack_step)),
-            (runner, "host_rows", clock.around("batch", host_rows)),
-            (Decoder, "forward", clock.around("rest of the decoder", Decoder.forward)),
-            (Decoder, "logits", clock.around("rest of the decoder", Decoder.logits)),
-            (Sampler, "sample", clock.around("sampling", Sampler.sample)),
-            (EngineCore, "pump", clock.around("scheduling", EngineCore.pump)),
-        ):
+        for name, timed in makers.items():
+            stack.enter_context(patch.object(weights, name, timed))
+        for owner, name, part in _FUNCTIONS:
+            timed = clock.around(part, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, timed))
         yield clock

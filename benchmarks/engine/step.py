@@ -16,22 +16,22 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from manylora.adapters.base_shape import SITES
 from manylora.adapters.ref import AdapterRef
-from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine, random_prompts
+from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
 from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
 from manylora.benchmarks.report import Figures, Options, counts, take_turns
-from manylora.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.config import KvDtype
 from manylora.engine.model.linear import make_head, make_linear
 from manylora.kernels.weight_format import WeightFormat
 
@@ -44,6 +44,10 @@ FORMATS = {
     name + end: (name, kv_dtype) for name in _WEIGHTS for end, kv_dtype in _KV_DTYPES.items()
 }
 """Formats of weights and of the KV cache, by what `--weights` calls them."""
+BASE = "base"
+SMALL = "adapters of rank 8"
+MIXED = "mixed adapters"
+LARGE = "rank 64"
 FIRST_STEPS = 4
 """Decode steps of fresh requests that are not timed."""
 NUM_PASSES = 5
@@ -56,8 +60,8 @@ class Case:
 
     name: str
     rows: int
-    adapters: Sequence[AdapterRef | None]
-    """The adapters of its requests, in turn."""
+    adapters: str = BASE
+    """Adapters of its requests, as `store_adapters` names them."""
     prompt_tokens: int = PROMPT_TOKENS
     """Tokens of the prompt of each request."""
     is_prefill: bool = False
@@ -83,20 +87,14 @@ class LinearPass:
             (make_linear(_random(*shape), weights=weights), shape[1])
             for shape in sites * base.num_layers
         ]
-        self._linears.append((make_head(_random(VOCAB_SIZE, QWEN.hidden), weights), QWEN.hidden))
+        self._head = make_head(_random(VOCAB_SIZE, QWEN.hidden), weights)
 
     @torch.inference_mode()
     def seconds(self, rows: int, head_rows: int) -> float:
         """Median time of one pass over `rows` rows of activations, `head_rows` of which get logits."""
-        counts = [rows] * (len(self._linears) - 1) + [head_rows]
-        inputs = {
-            (count, width): _random(count, width)
-            for count, (_, width) in zip(counts, self._linears, strict=True)
-        }
-        work = [
-            (linear, inputs[count, width])
-            for count, (linear, width) in zip(counts, self._linears, strict=True)
-        ]
+        inputs = {width: _random(rows, width) for _, width in self._linears}
+        work = [(linear, inputs[width]) for linear, width in self._linears]
+        work.append((self._head, _random(head_rows, QWEN.hidden)))
         seconds = []
         for _ in range(NUM_PASSES + 1):
             start_s = time.perf_counter()
@@ -110,100 +108,104 @@ def _random(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns).mul_(0.02).to(torch.bfloat16)
 
 
-def step_engine(
-    base: Path, *, max_rows: int, weights: WeightFormat = "bf16", kv_dtype: KvDtype = "auto"
-) -> AbstractContextManager[OwnEngine]:
-    """Build an engine for steps of at most `max_rows` requests."""
-    model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", weights=weights)
-    memory = MemoryConfig(gib=1.0, host_gib=0.75, kv_dtype=kv_dtype, prefix_cache=False)
-    scheduler = SchedulerConfig(
-        max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS)
-    )
-    return own_engine(Config(model=model, memory=memory, scheduler=scheduler))
+def engine_settings(max_rows: int) -> dict[str, Any]:
+    """Settings for steps of at most `max_rows` requests, by section and name as `LLM` takes them."""
+    return {
+        "model_device": "cpu",
+        "model_dtype": "bfloat16",
+        "memory_gib": 1.0,
+        "memory_host_gib": 0.75,
+        "memory_prefix_cache": False,
+        "scheduler_max_running": max_rows,
+        "scheduler_step_tokens": max(2048, max_rows * PROMPT_TOKENS),
+    }
 
 
 def timed_steps(
-    engine: OwnEngine, case: Case, steps: int, clock: PartClock
+    engine: OwnEngine,
+    case: Case,
+    adapters: Sequence[AdapterRef],
+    steps: int,
+    clock: PartClock,
 ) -> tuple[list[float], Counter[str]]:
     """Run steps of a case; returns the seconds of each, and the sums of their parts. A prefill is one step."""
-    prompts = random_prompts(engine.core.num_steps, VOCAB_SIZE, case.rows, case.prompt_tokens)
-    with engine.running(prompts, case.adapters) as requests:
-        if not case.is_prefill:
-            engine.pump_until_decoding(requests)
-            for _ in range(FIRST_STEPS):
-                engine.pump()
+    clock.seconds.clear()
+    with engine.decoding(case.rows, case.prompt_tokens, adapters) as prompt_s:
+        if case.is_prefill:
+            return [prompt_s], Counter(clock.seconds)
+        for _ in range(FIRST_STEPS):
+            engine.pump()
         clock.seconds.clear()
-        seconds = [engine.pump() for _ in range(1 if case.is_prefill else steps)]
-        return seconds, Counter(clock.seconds)
+        return [engine.pump() for _ in range(steps)], Counter(clock.seconds)
 
 
-def make_cases(engine: OwnEngine, adapters: Sequence[Path], options: Namespace) -> list[Case]:
+def make_cases(options: Namespace) -> list[Case]:
     """Decode steps for the base and, from 8 rows on, for 8 adapters; then a long prompt."""
-    smallest = [folder for folder, rank in zip(adapters, RANKS, strict=True) if rank == min(RANKS)]
-    mixed, small = (
-        engine.store_adapters(folders, len(adapters)) for folders in (adapters, smallest)
-    )
     length = options.prompt_tokens
-    cases = [Case(f"decode, {rows} base", rows, [None], length) for rows in options.rows]
-    for rows in options.rows:
-        for about, refs in (("adapters of rank 8", small), ("mixed adapters", mixed)):
-            if rows >= len(refs):
-                cases.append(Case(f"decode, {rows} of 8 {about}", rows, refs, length))
+    cases = [Case(f"decode, {rows} base", rows, BASE, length) for rows in options.rows]
+    for rows, about in product(options.rows, (SMALL, MIXED)):
+        if rows >= len(RANKS):
+            cases.append(Case(f"decode, {rows} of 8 {about}", rows, about, length))
     tokens = options.prefill
-    long: list[tuple[str, Sequence[AdapterRef | None]]]
-    long = [("base", [None]), ("rank 64", mixed[3:4])] if tokens else []
-    for about, chosen in long:
-        cases.append(
-            Case(f"prompt of {tokens:,} tokens, {about}", 1, chosen, tokens, is_prefill=True)
-        )
+    for about in (BASE, LARGE) if tokens else ():
+        name = f"prompt of {tokens:,} tokens, {about}"
+        cases.append(Case(name, 1, about, tokens, is_prefill=True))
     return cases
+
+
+def store_adapters(engine: OwnEngine, folders: Sequence[Path]) -> dict[str, list[AdapterRef]]:
+    """Store 8 adapters of the smallest rank, and 8 mixed ones, of which one is the large one."""
+    smallest = [folder for folder, rank in zip(folders, RANKS, strict=True) if rank == min(RANKS)]
+    mixed = engine.store_adapters(folders, len(RANKS))
+    small = engine.store_adapters(smallest, len(RANKS))
+    return {BASE: [], SMALL: small, MIXED: mixed, LARGE: mixed[3:4]}
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A format of weights: its engine, its floor, and the cases in this engine."""
+    """A format of weights: its engine, its floor, and the adapters of this engine."""
 
     engine: OwnEngine
     floor: LinearPass
-    cases: list[Case]
+    adapters: dict[str, list[AdapterRef]]
 
 
 def measure(options: Namespace) -> Figures:
     """Run all cases in all formats of weights."""
     base, adapters = make_checkpoints()
-    max_rows = max([1, *options.rows])
+    settings = engine_settings(max([1, *options.rows]))
     found = Figures()
     with timed_parts() as clock, ExitStack() as stack:
         contenders = {}
         floors = dict[WeightFormat, LinearPass]()
         for name in options.weights:
             weights, kv_dtype = FORMATS[name]
-            opened = step_engine(base, max_rows=max_rows, weights=weights, kv_dtype=kv_dtype)
+            opened = OwnEngine(base, weights=weights, kv_dtype=kv_dtype, **settings)
             engine = stack.enter_context(opened)
-            cases = make_cases(engine, adapters, options)
             floors[weights] = floors.get(weights) or LinearPass(weights)
-            contenders[name] = Contender(engine, floors[weights], cases)
-        for index in range(len(cases)):
-            found |= _measure_case(contenders, index, options, clock)
+            stored = store_adapters(engine, adapters)
+            contenders[name] = Contender(engine, floors[weights], stored)
+        for case in make_cases(options):
+            found |= measure_case(contenders, case, options, clock)
     return make_result(found, options.prompt_tokens)
 
 
-def _measure_case(
-    contenders: dict[str, Contender], index: int, options: Namespace, clock: PartClock
+def measure_case(
+    contenders: dict[str, Contender], case: Case, options: Namespace, clock: PartClock
 ) -> Figures:
     """Run one case, all formats in turns, with a pass of the floor after each repeat."""
 
     def run(name: str, _round: int) -> tuple[list[float], Counter[str], float]:
         contender = contenders[name]
-        case = contender.cases[index]
-        seconds, parts = timed_steps(contender.engine, case, options.steps, clock)
+        adapters = contender.adapters[case.adapters]
+        seconds, parts = timed_steps(contender.engine, case, adapters, options.steps, clock)
         floor_rows = case.rows * case.prompt_tokens if case.is_prefill else case.rows
         return seconds, parts, contender.floor.seconds(floor_rows, head_rows=case.rows)
 
     for contender in contenders.values():
-        case = contender.cases[index]
-        warm_up = WARM_UP_STEPS if any(case.adapters) and not case.is_prefill else 0
-        timed_steps(contender.engine, replace(case, is_prefill=False), warm_up, clock)
+        adapters = contender.adapters[case.adapters]
+        warm_up = WARM_UP_STEPS if adapters and not case.is_prefill else 0
+        timed_steps(contender.engine, replace(case, is_prefill=False), adapters, warm_up, clock)
     found = Figures()
     for format_, rounds in take_turns(contenders, options.repeats, run, first=1).items():
         name = case.name if format_ == "bf16" else f"{case.name}, {format_}"

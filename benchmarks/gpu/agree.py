@@ -6,16 +6,16 @@ Needs no package for tests, and a minute. On toy sizes Triton's kernels run in i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from manylora import demo
 from manylora.benchmarks.engine.kernels import KernelBench, Work, relative_error
 from manylora.benchmarks.gpu.case_log import Cases
-from manylora.benchmarks.gpu.kernels import SAMPLINGS, result
+from manylora.benchmarks.gpu.kernels import Make, result
 from manylora.benchmarks.gpu.setup import Setup
 from manylora.benchmarks.report import Figures
 from manylora.engine.llm import LLM
@@ -37,18 +37,18 @@ def cases(setup: Setup) -> Cases:
     context = setup.sized(777, 40)
     query = setup.sized(200, 20)
     ranks = RANKS[: setup.sized(4, 2)]
-    makes: dict[str, Callable[[KernelBench], list[Work]]] = {
-        "decode attention": lambda bench: bench.attention(ROWS, context),
-        "prompt attention": lambda bench: bench.attention(1, context, query),
-        "LoRA": lambda bench: bench.lora(ranks, ROWS),
-        "norm and SiLU": lambda bench: bench.small(ROWS),
+    makes: dict[str, tuple[Any, ...]] = {
+        "decode attention": (KernelBench.attention, ROWS, context),
+        "prompt attention": (KernelBench.attention, 1, context, query),
+        "LoRA": (KernelBench.lora, ranks, ROWS),
+        "norm and SiLU": (KernelBench.small, ROWS),
         **{
-            f"{about} sampling": partial(_sampling, setup, about)
+            f"{about} sampling": (KernelBench.sampling, ROWS, about, setup.vocab_size)
             for about in ("greedy", "top-k and top-p")
         },
     }
     compared = {
-        f"{name}, as torch operators": partial(_compare, setup, make)
+        f"{name}, as torch operators": partial(_compare, setup, *make)
         for name, make in makes.items()
     }
     return {"the demo's answers": partial(_demo, setup), **compared}
@@ -89,7 +89,7 @@ def _demo(setup: Setup) -> Figures:
 
 
 @torch.inference_mode()
-def _compare(setup: Setup, make: Callable[[KernelBench], list[Work]]) -> Figures:
+def _compare(setup: Setup, make: Make, *arguments: object) -> Figures:
     """The largest relative error of an operation in Triton, beside torch operators on a CPU over the same data."""
     model = replace(setup.model, num_layers=LAYERS)
     pages = setup.sized(1024, 64)
@@ -102,21 +102,18 @@ def _compare(setup: Setup, make: Callable[[KernelBench], list[Work]]) -> Figures
     )
     plain.arena.elements.normal_(std=SPREAD)
     ours.arena.elements.copy_(plain.arena.elements)
-    errors = {}
-    for found, expected in zip(_seeded(make, ours), _seeded(make, plain), strict=True):
-        errors[expected.name] = relative_error(result(found).cpu(), result(expected))
+
+    def made(bench: KernelBench) -> list[Work]:
+        torch.manual_seed(0)
+        return make(bench, *arguments)
+
+    errors = {
+        expected.name: relative_error(result(found).cpu(), result(expected))
+        for found, expected in zip(made(ours), made(plain), strict=True)
+    }
     return {
         "measured": max(errors.values()),
         "goal": AGREES,
         "unit": "relative error",
         "errors": errors,
     }
-
-
-def _seeded(make: Callable[[KernelBench], list[Work]], bench: KernelBench) -> list[Work]:
-    torch.manual_seed(0)
-    return make(bench)
-
-
-def _sampling(setup: Setup, about: str, bench: KernelBench) -> list[Work]:
-    return bench.sampling(ROWS, about, SAMPLINGS[about], setup.vocab_size)

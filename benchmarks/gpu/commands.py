@@ -47,7 +47,7 @@ SANITIZED = {
 
 
 def check_cases(setup: Setup) -> Cases:
-    """The tests that want a GPU, and what the machine is."""
+    """The tests that want a GPU."""
     # Beside tests/kernels only the files that have such tests: others may need packages that the machine does not have.
     files = [
         str(file)
@@ -55,11 +55,7 @@ def check_cases(setup: Setup) -> Cases:
         if "mark.gpu" in file.read_text()
     ]
     jobs = ["-n", str(setup.jobs), "--dist", "worksteal"] if setup.jobs > 1 else []
-    return {
-        "tests": partial(run, setup, "tests", [*PYTEST, *files, *jobs]),
-        "nvidia-smi": partial(run, setup, "nvidia-smi", ["nvidia-smi", "-q"]),
-        "nvcc": partial(run, setup, "nvcc", ["nvcc", "--version"]),
-    }
+    return {"tests": partial(run, setup, "tests", [*PYTEST, *files, *jobs])}
 
 
 def sanitize_cases(setup: Setup) -> Cases:

@@ -14,11 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from manylora.benchmarks.gpu.case_log import (
     DONE,
@@ -29,7 +28,6 @@ from manylora.benchmarks.gpu.case_log import (
     read,
     settle,
 )
-from manylora.benchmarks.gpu.predictions import PREDICTIONS
 from manylora.benchmarks.report import Figures
 from manylora.config import environment
 
@@ -38,7 +36,7 @@ TABLE = "first.md"
 HANGS = 2.5
 """A piece that takes this many times its expected duration hangs."""
 TINY_S = 20.0
-"""Expected of each piece on toy sizes, on a slow CPU."""
+"""Expected duration of each piece on toy sizes, on a slow CPU."""
 CLOSING_S = 5.0
 """Kept for the table, and for the end of a process."""
 
@@ -67,10 +65,43 @@ PIECES = (
     Piece("kernels", r"attention, 32 rows, context (1,024|64)|top-p sampling", 40),
     Piece("step", r"decode, 32 rows, 1 adapters|decode, (1|8|64) rows, 0", 80),
     Piece("step", "prompt of 2048", 60),
-    Piece("check", "nvidia-smi|tests", 300),
+    Piece("check", "tests", 300),
     Piece("kernels", "constants of (decode|LoRA)", 120),
 )
 """In the order of their worth."""
+
+
+class Prediction(NamedTuple):
+    """A figure of one case, between two bounds."""
+
+    low: float
+    high: float
+    of: str = ""
+    """The figure of the same case that the bounds are multiples of; empty where they have the case's unit."""
+
+    def bounds(self, found: Figures) -> tuple[float, float]:
+        """The bounds in the unit of the case.
+
+        Args:
+            found: What the case found.
+        """
+        unit = found[self.of] if self.of else 1.0
+        return self.low * unit, self.high * unit
+
+
+PREDICTIONS = {
+    ("step", "decode, 32 rows, 0 adapters"): Prediction(5.6, 7.5),
+    ("step", "decode, 32 rows, 1 adapters"): Prediction(6.2, 8.8),
+    ("step", "decode, 32 rows, 32 adapters"): Prediction(6.8, 9.7),
+    ("kernels", "LoRA, 32 rows, 1 of rank 16"): Prediction(4 * 6, 4 * 10),
+    ("kernels", "LoRA, 32 rows, 32 of rank 16"): Prediction(1.4, 2.5, of="floor"),
+    ("kernels", "LoRA, mixed ranks as one rank"): Prediction(1.0, 1.1, of="even"),
+    ("kernels", "attention, 32 rows, context 1,024"): Prediction(47, 60),
+    ("memory", "copies of 768 KiB"): Prediction(1.0, 1 / 0.85, of="floor"),
+    ("memory", "copies of 2048 KiB"): Prediction(1.0, 1 / 0.85, of="floor"),
+}
+"""Figures of an H200 that were predicted before Manylora ran on a GPU, by verb and case. Where they come from is in
+`benchmarks/results/nvidia-h200/NOTES.md`."""
 
 
 @dataclass(eq=False)
@@ -81,7 +112,6 @@ class FirstLook:
         out: Folder of the results.
         options: Of every verb.
         cases: The names of the cases of each verb.
-        expected_s: Of a piece, on this device.
         seconds: For all of it.
         pieces: To run, the first of them first.
         command: Starts a verb, but for its name and options.
@@ -90,7 +120,6 @@ class FirstLook:
     out: Path
     options: Sequence[str]
     cases: Mapping[str, Sequence[str]]
-    expected_s: Callable[[Piece], float]
     seconds: float
     pieces: Sequence[Piece]
     command: Sequence[str] = (sys.executable, "-P", "-m", "manylora.benchmarks.main", "gpu")
@@ -102,22 +131,21 @@ class FirstLook:
         self._end_s = time.monotonic() + self.seconds - CLOSING_S
         for verb in {piece.verb for piece in self.pieces}:
             settle(self._file(verb))  # it was cut off with the process that ran this
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            with _sigterm_as_interrupt():
-                for piece in self.pieces:
-                    self._finish(piece)
+            for piece in self.pieces:
+                self._finish(piece)
         except KeyboardInterrupt:
             print("ended early: run it again to go on", flush=True)
+        finally:
+            signal.signal(signal.SIGTERM, before)
         table = self.table()
         (self.out / TABLE).write_text(table)
         print(table, flush=True)
-        found = {piece: self.found(piece) for piece in self.pieces}
-        if self.failures or any(
-            is_failure(case) for each in found.values() for case in each.values()
-        ):
+        found = [self.found(piece) for piece in self.pieces]
+        if self.failures or any(is_failure(case) for each in found for case in each.values()):
             return FAILED
-        is_whole = all(len(each) == len(self._names(piece)) for piece, each in found.items())
-        return DONE if is_whole else UNFINISHED
+        return UNFINISHED if any(map(self._missing, self.pieces)) else DONE
 
     def found(self, piece: Piece) -> dict[str, Figures]:
         """Results of a piece's cases so far."""
@@ -141,26 +169,29 @@ class FirstLook:
     def _names(self, piece: Piece) -> list[str]:
         return piece.names(self.cases[piece.verb])
 
+    def _missing(self, piece: Piece) -> list[str]:
+        """The names of its cases that were not tried yet."""
+        found = self.found(piece)
+        return [name for name in self._names(piece) if name not in found]
+
     def _finish(self, piece: Piece) -> None:
         """Run a piece until all its cases were tried; a process that dies is followed by one for the other cases."""
         num_cases = len(self._names(piece))
-        before = self.found(piece)
-        while len(before) < num_cases:
+        while missing := self._missing(piece):
             left_s = self._end_s - time.monotonic()
-            expected_s = self.expected_s(piece) * (1 - len(before) / num_cases)
+            expected_s = piece.seconds * len(missing) / num_cases
             if left_s < expected_s:
                 return
             limit_s = HANGS * expected_s
             why = self._process(piece, min(left_s, limit_s), is_last=left_s <= limit_s)
             after = self.found(piece)
-            for name, found in after.items():
-                if name not in before:
-                    print(f"{piece.verb:8} {line(name, found)}", flush=True)
-            if len(after) == len(before):
+            tried = [name for name in missing if name in after]
+            for name in tried:
+                print(f"{piece.verb:8} {line(name, after[name])}", flush=True)
+            if not tried:
                 if why:
                     self.failures[piece] = why
                 return
-            before = after
 
     def _process(self, piece: Piece, limit_s: float, *, is_last: bool) -> str:
         """Run a process for a piece; returns why it ended, which is empty where the time was up or all is well.
@@ -192,7 +223,11 @@ class FirstLook:
             except subprocess.TimeoutExpired:
                 why = "" if is_last else f"did not end within {limit_s:.0f} s"
             finally:
-                _end(process)
+                # With all that it started; a process that waits in the driver is left behind.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(CLOSING_S)
                 settle(self._file(piece.verb), why)
         return why
 
@@ -203,29 +238,10 @@ def row(verb: str, name: str, found: Figures) -> list[str]:
         reason = str(found.get("error") or found.get("absent") or found.get("note", ""))
         return [reason.splitlines()[0][:160], "", ""]
     measured = found["measured"]
-    unit = found.get("unit", "")
-    shown = f"{measured:,.4g} {unit}"
+    shown = f"{measured:,.4g} {found.get('unit', '')}"
     if is_failure(found) and "goal" in found:
         shown += f", missed {found['goal']:,.4g}"
     if (verb, name) not in PREDICTIONS:
         return [shown, "", ""]
     low, high = PREDICTIONS[verb, name].bounds(found)
     return [shown, f"{low:,.4g} to {high:,.4g}", f"{measured / min(max(measured, low), high):.2f}"]
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """Kill a process with all that it started; one that waits in the driver is left behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(CLOSING_S)

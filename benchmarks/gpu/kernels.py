@@ -13,13 +13,18 @@ from functools import partial
 
 import torch
 
-from manylora.benchmarks.engine.kernels import KernelBench, Work, call_s, relative_error
+from manylora.benchmarks.engine.kernels import (
+    SAMPLINGS,
+    KernelBench,
+    Work,
+    call_s,
+    relative_error,
+)
 from manylora.benchmarks.gpu.case_log import Cases
 from manylora.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
 from manylora.benchmarks.gpu.setup import MAX_TOKENS, Setup
 from manylora.benchmarks.report import Figures
 from manylora.errors import EngineError
-from manylora.kernels.sampling import RowSampling
 from manylora.kernels.triton import plans
 
 MANY_RANKS = 512
@@ -30,12 +35,6 @@ CLOSE = 2**-7
 """Largest relative error of results with other constants."""
 PROMPTS = ((512, 0), (2048, 0), (512, 16_384))
 """Tokens of a prompt, and how many of it were computed before."""
-SAMPLINGS = {
-    "greedy": RowSampling(temperature=0.0),
-    "top-p": RowSampling(temperature=0.8, top_p=0.9, uniform=0.5),
-    "top-k": RowSampling(temperature=0.8, top_k=40, uniform=0.5),
-    "top-k and top-p": RowSampling(temperature=0.8, top_k=40, top_p=0.9, uniform=0.5),
-}
 Make = Callable[..., list[Work]]
 """A method of `KernelBench` that makes an operation, or several that belong together."""
 
@@ -55,8 +54,8 @@ def cases(setup: Setup) -> Cases:
     for tokens, before in PROMPTS[: setup.sized(3, 1)]:
         name = f"attention, prompt of {tokens} after {before:,}"
         add(name, KernelBench.attention, 1, tokens + before, tokens)
-    for about, row in SAMPLINGS.items():
-        add(f"{about} sampling, 32 rows", KernelBench.sampling, 32, about, row, setup.vocab_size)
+    for about in SAMPLINGS:
+        add(f"{about} sampling, 32 rows", KernelBench.sampling, 32, about, setup.vocab_size)
     add("norm and SiLU, 32 rows", KernelBench.small, 32)
     for count, rank in itertools.product((32, 1, 8), (16, 8, 64)):
         found[f"LoRA, 32 rows, {count} of rank {rank}"] = partial(_lora, setup, (rank,) * count)
@@ -76,20 +75,16 @@ def _operation(setup: Setup, make: Make, *arguments: object) -> Figures:
 
 def timed(setup: Setup, works: Sequence[Work]) -> Figures:
     """Microseconds of operations beside their floors, all together and each."""
-    parts = list[Figures]()
-    for work in works:
-        seconds = call_s(work.run, setup.device)
-        floor_s = setup.machine.floor_s(work)
-        figures = {
-            "measured": 1e6 * seconds,
-            "floor": 1e6 * floor_s,
-            "gigabytes_per_s": work.num_bytes / seconds / 1e9,
+    parts: list[Figures] = [
+        {
+            "name": work.name,
+            "measured": 1e6 * call_s(work.run, setup.device),
+            "floor": 1e6 * setup.machine.floor_s(work),
         }
-        parts.append({"name": work.name, **figures})
-    return {key: sum(part[key] for part in parts) for key in ("measured", "floor")} | {
-        "unit": "us",
-        "parts": parts,
-    }
+        for work in works
+    ]
+    sums = {key: sum(part[key] for part in parts) for key in ("measured", "floor")}
+    return {**sums, "unit": "us", "parts": parts}
 
 
 def _lora(setup: Setup, ranks: tuple[int, ...]) -> Figures:

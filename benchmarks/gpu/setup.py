@@ -17,21 +17,14 @@ from unittest.mock import patch
 
 import torch
 
+from manylora import demo
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.kernels import KernelBench, Machine, measure_machine
-from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
+from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.model_shapes import ALL_LINEAR, MODELS, QWEN, ModelShape
 from manylora.benchmarks.qwen_shape import save_random_adapter
 from manylora.benchmarks.report import Figures
-from manylora.config import (
-    AdapterConfig,
-    Config,
-    Device,
-    KvDtype,
-    MemoryConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from manylora.config import KvDtype
 from manylora.engine.model.checkpoint import weights as weights_module
 from manylora.engine.model.checkpoint.weights import _Checkpoint
 from manylora.engine.model.spec import expected_tensors
@@ -111,28 +104,31 @@ class Setup:
         size = self.sized
         fields = {
             "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
             **self.model.config_fields(),
             "vocab_size": self.vocab_size,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 8192,
         }
-        sizes = {"tie_word_embeddings": False, "max_position_embeddings": 8192}
-        (self.folder / "config.json").write_text(json.dumps(fields | sizes))
-        device: Device = "cpu" if self.is_tiny else "cuda"
-        model = ModelConfig(
-            path=str(self.folder), device=device, dtype="bfloat16", cuda_graphs=not self.is_eager
-        )
-        config = Config(
-            model=model,
-            memory=MemoryConfig(
-                gib=size(16.0, 1 / 128), host_gib=size(20.0, 1 / 16), prefix_cache=False
-            ),
-            scheduler=SchedulerConfig(max_running=MAX_RUNNING, step_tokens=size(2048, 256)),
-            adapter=AdapterConfig(max_rank=64),
-        )
+        model = shutil.copytree(demo.MODEL, self.folder / "model")  # for its tokenizer
+        (model / "config.json").write_text(json.dumps(fields))
         with (
             patch.multiple(weights_module._Checkpoint, check=lambda _: None, tensor=random_tensor),
             patch.object(weights_module, "weight_files", lambda _: []),
         ):
-            return self.stack.enter_context(own_engine(config))
+            engine = OwnEngine(
+                model,
+                device="cpu" if self.is_tiny else "cuda",
+                dtype="bfloat16",
+                cuda_graphs=not self.is_eager,
+                memory_gib=size(16.0, 1 / 128),
+                host_gib=size(20.0, 1 / 16),
+                prefix_cache=False,
+                max_running=MAX_RUNNING,
+                step_tokens=size(2048, 256),
+                max_rank=64,
+            )
+        return self.stack.enter_context(engine)
 
     def adapters(self, ranks: Sequence[int], count: int) -> list[AdapterRef]:
         """Different adapters of these ranks in turn, random in all linear layers."""
@@ -147,11 +143,8 @@ def random_tensor(
 ) -> torch.Tensor:
     """Stands for `_Checkpoint.tensor`: ones where norms are, normally distributed numbers elsewhere."""
     shape = expected_tensors(checkpoint._spec)[name]
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=dtype or checkpoint._dtype, device=checkpoint._device)
-    return torch.randn(shape, dtype=dtype or checkpoint._dtype, device=checkpoint._device).mul_(
-        0.02
-    )
+    made = torch.randn(shape, dtype=dtype or checkpoint._dtype, device=checkpoint._device)
+    return made.fill_(1.0) if made.dim() == 1 else made.mul_(0.02)
 
 
 def release(device: torch.device) -> bool:

@@ -11,12 +11,11 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.own_engine import random_prompts
@@ -50,13 +49,16 @@ LEAST_STEPS = 30
 
 def cases(setup: Setup) -> Cases:
     """Decode steps, then prompts."""
-    found = dict[str, Callable[[], Figures]]()
-    for rows, count in itertools.product(ROWS, ADAPTERS):
-        if count <= rows:
-            found[f"decode, {rows} rows, {count} adapters"] = partial(_decode, setup, rows, count)
-    for tokens, count in itertools.product(PROMPTS, (0, 1)):
-        found[f"prompt of {tokens}, {count} adapters"] = partial(_prompt, setup, tokens, count)
-    return found
+    decodes = {
+        f"decode, {rows} rows, {count} adapters": partial(_decode, setup, rows, count)
+        for rows, count in itertools.product(ROWS, ADAPTERS)
+        if count <= rows
+    }
+    prompts = {
+        f"prompt of {tokens}, {count} adapters": partial(_prompt, setup, tokens, count)
+        for tokens, count in itertools.product(PROMPTS, (0, 1))
+    }
+    return decodes | prompts
 
 
 def trace_cases(setup: Setup) -> Cases:
@@ -83,15 +85,15 @@ def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> 
         setup.model, setup.vocab_size, rows, middle, ranks, setup.machine
     )
     refs = setup.adapters((RANK,), count)
-    with decoding(setup, rows, context, refs), CompileWatch() as watch:
+    check_captures(setup)
+    with setup.engine.decoding(rows, context, refs), CompileWatch() as watch:
         seconds = [setup.engine.pump() for _ in range(WARM_UP_STEPS + steps)][WARM_UP_STEPS:]
         work = device_work(setup, f"trace-{count}.json.gz" if has_trace else "")
+    goal = floors.GOAL_ADAPTERS[count] * base_ms if count else 1e3 * floors.GOAL_BASE * floor_s
     return {
         "measured": 1e3 * statistics.median(seconds),
         "floor": 1e3 * floor_s,
-        "goal": floors.GOAL_ADAPTERS[count] * base_ms
-        if count
-        else 1e3 * floors.GOAL_BASE * floor_s,
+        "goal": goal,
         "unit": "ms",
         "slowest": 1e3 * max(seconds),
         **work,
@@ -103,48 +105,34 @@ def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> 
 def _prompt(setup: Setup, tokens: int, count: int) -> Figures:
     """A prompt. The goal of one with an adapter is a multiple of the base's, which is measured with it (E3)."""
     goal = {"goal": floors.GOAL_PROMPT * _prompt(setup, tokens, 0)["measured"]} if count else {}
+    ranks = [RANK] * count
+    floor_s = floors.prompt_floor_s(setup.model, setup.vocab_size, tokens, ranks, setup.machine)
     refs = setup.adapters((RANK,), count)
+    check_captures(setup)
     seconds = list[float]()
     for _ in range(6):
-        start_s = time.perf_counter()
-        with decoding(setup, 1, tokens, refs):
-            seconds.append(time.perf_counter() - start_s)
-    floor_s = floors.prompt_floor_s(
-        setup.model, setup.vocab_size, tokens, [RANK] * count, setup.machine
-    )
-    return {
-        "measured": 1e3 * statistics.median(seconds[1:]),
-        "floor": 1e3 * floor_s,
-        "unit": "ms",
-        **goal,
-    }
+        with setup.engine.decoding(1, tokens, refs) as prompt_s:
+            seconds.append(prompt_s)
+    measured = 1e3 * statistics.median(seconds[1:])
+    return {"measured": measured, "floor": 1e3 * floor_s, "unit": "ms", **goal}
 
 
-@contextmanager
-def decoding(setup: Setup, rows: int, tokens: int, refs: Sequence[AdapterRef]) -> Iterator[None]:
-    """Requests with prompts of this length decode in the block, for these adapters in turn or for the base.
+def check_captures(setup: Setup) -> None:
+    """Check that steps are replayed, if they are to be.
 
     Raises:
-        EngineError: Steps are to be replayed, and none could be captured.
+        EngineError: None could be captured.
     """
     programs = setup.engine.core._runner._programs
     if programs and not programs.num_recorded and not setup.is_eager:
         raise EngineError(
             "no step could be captured as a CUDA graph; the log above says why. --eager needs none"
         )
-    prompts = random_prompts(random.random(), setup.vocab_size, rows, tokens)
-    with setup.engine.running(prompts, refs or [None]) as requests:
-        setup.engine.pump_until_decoding(requests)
-        yield
 
 
 def device_work(setup: Setup, trace: str) -> Figures:
     """Profile some steps; with a file name, the whole trace goes there."""
-    activities = [
-        ProfilerActivity.CPU,
-        *([ProfilerActivity.CUDA] if setup.device.type == "cuda" else []),
-    ]
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:
         for _ in range(PROFILED_STEPS):
             setup.engine.pump()
     if trace:
@@ -159,13 +147,9 @@ def count_work(events: Iterable[Any]) -> Figures:
     longest = sorted(events, key=lambda event: -event.self_device_time_total)
     calls = {event.key: event.count / PROFILED_STEPS for event in longest}
     us = {event.key: event.self_device_time_total / PROFILED_STEPS for event in longest}
-    launches = sum(
-        count
-        for name, count in calls.items()
-        if not name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
-    )
+    copies = ("Memcpy HtoD", "Memcpy DtoH")
     return {
-        "launches": launches,
+        "launches": sum(calls[name] for name in calls if not name.startswith(copies)),
         "device_ms": sum(us.values()) / 1e3,
         "kernel_calls": calls,
         "kernel_us": us,

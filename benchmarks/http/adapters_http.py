@@ -17,9 +17,8 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-
-import uvloop
 
 from manylora.benchmarks.http.generator import Load, Target, check_replies
 from manylora.benchmarks.http.own_server import DEMO, OwnServer, plain_server
@@ -30,6 +29,7 @@ from manylora.benchmarks.report import (
     Options,
     counts,
     goal,
+    make_row,
     ratios,
     spread,
     take_turns,
@@ -45,6 +45,17 @@ MAX_COLD_TTFT_MS = 300.0
 """Demo model."""
 TURN_S = 5.0
 """Time for which one server is loaded, before it is the other one's turn."""
+TIERS = ("device", "host", "stored")
+COLUMNS = {
+    "adapters": "adapters",
+    "": "span",
+    "tokens/s": "served.tokens_per_s.median",
+    "control": "control.tokens_per_s.median",
+    "ratio": "ratio",
+    "TTFT p99, ms": "served.ttft_p99_ms",
+    "control's": "control.ttft_p99_ms",
+}
+"""Figures of a span in the table."""
 Spans = dict[str, list[Figures]]
 """Figures of each turn of the cold and of the warm span."""
 TENANT = "zipf"
@@ -66,47 +77,41 @@ def measure(options: Namespace) -> Figures:
     table = []
     goals = []
     for (name, arm), span in itertools.product(arms.items(), MIN_RATIO):
-        served, control = (arm["runs"][kind][span] for kind in ("served", "control"))
+        found = {kind: by_span[span] for kind, by_span in arm["runs"].items()}
         ratio = arm["ratio"][span]["median"]
-        table.append(
-            {
-                "adapters": name,
-                "": span,
-                "tokens/s": served["tokens_per_s"]["median"],
-                "control": control["tokens_per_s"]["median"],
-                "ratio": ratio,
-                "TTFT p99, ms": served["ttft_p99_ms"],
-                "control's": control["ttft_p99_ms"],
-                **{tier: served["states"].get(tier, 0.0) for tier in ("device", "host", "stored")},
-            }
-        )
+        tiers = {tier: found["served"]["states"].get(tier, 0.0) for tier in TIERS}
+        row = make_row({"adapters": name, "span": span, "ratio": ratio, **found}, COLUMNS)
+        table.append({**row, **tiers})
         least = MIN_TIGHT_RATIO if name == "tight" else MIN_RATIO[span]
         goals.append(
             goal(f"{name}: tokens/s over the control's, {span}", ratio, least, is_least=True)
         )
         if name != "tight" and (span == "warm" or options.shape == "demo"):
-            limit = MAX_COLD_TTFT_MS if span == "cold" else MAX_TTFT_RATIO * control["ttft_p99_ms"]
-            goals.append(goal(f"{name}: TTFT p99, ms, {span}", served["ttft_p99_ms"], limit))
+            limit = MAX_COLD_TTFT_MS
+            if span == "warm":
+                limit = MAX_TTFT_RATIO * found["control"]["ttft_p99_ms"]
+            ttft_ms = found["served"]["ttft_p99_ms"]
+            goals.append(goal(f"{name}: TTFT p99, ms, {span}", ttft_ms, limit))
     return {"arms": arms, "table": table, "goals": goals}
 
 
 def measure_arm(options: Namespace, count: int, *, is_tight: bool = False) -> Figures:
     """Measure one number of adapters, on two new servers in each repeat."""
     settings: dict[str, list[str]] = {"control": [], "served": []}
-
-    def run(repeat: int) -> dict[str, Spans]:
-        with plain_server(options.model, options.set) as control:
-            loads = {"control": _load(options, control, count, repeat)}
-            _warm_up(control, loads["control"])
-            _fill_device(control, loads["control"].targets)
-            if is_tight:
-                settings["served"] = _half_of_pool(options, control, loads["control"].targets)
-            with plain_server(options.model, [*options.set, *settings["served"]]) as served:
-                loads["served"] = _load(options, served, count, repeat)
-                _warm_up(served, loads["served"])
-                return _load_in_turns(options, loads)
-
-    runs = [run(repeat) for repeat in range(1, options.repeats + 1)]
+    runs = []
+    for repeat in range(1, options.repeats + 1):
+        with ExitStack() as stack:
+            loads = {}
+            for kind, own in settings.items():
+                opened = plain_server(options.model, [*options.set, *own])
+                server = stack.enter_context(opened)
+                load = loads[kind] = _load(options, server, count, repeat)
+                _warm_up(server, load)
+                if kind == "control":
+                    _fill_device(server, load.targets)
+                    if is_tight:
+                        settings["served"] = _half_of_pool(options, server, load.targets)
+            runs.append(_load_in_turns(options, loads))
     merged = {
         kind: {span: _figures([each[kind][span] for each in runs]) for span in MIN_RATIO}
         for kind in settings
@@ -151,7 +156,7 @@ def _load_in_turns(options: Namespace, loads: dict[str, Load]) -> dict[str, Span
     def turn(kind: str, round_: int) -> Figures:
         load = replace(loads[kind], seed=loads[kind].seed | round_)
         end_s = time.perf_counter() + turn_s
-        replies = uvloop.run(load.send(until_s=end_s))
+        replies = load.run(end_s)
         check_replies(replies)
         return {
             "tokens_per_s": tokens_per_s(replies, end_s - turn_s, end_s),
@@ -171,7 +176,7 @@ def _load_in_turns(options: Namespace, loads: dict[str, Load]) -> dict[str, Span
 def _warm_up(server: OwnServer, load: Load) -> None:
     """Ask for the base."""
     base = replace(load, targets=[server.target(TENANT)], count=NUM_WARM_UP, seed=0)
-    check_replies(uvloop.run(base.send()))
+    check_replies(base.run())
 
 
 def _fill_device(server: OwnServer, targets: Sequence[Target]) -> None:
@@ -187,7 +192,7 @@ def _fill_device(server: OwnServer, targets: Sequence[Target]) -> None:
         output_tokens=1,
         count=len(targets),
     )
-    check_replies(uvloop.run(once.send()))
+    check_replies(once.run())
     found = sum(resident["tier"] == "device" for resident in server.admin.engine()["residents"])
     if found < len(targets):
         raise ManyloraError(

@@ -19,12 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import uvloop
-
 from manylora.benchmarks.http.generator import Load
 from manylora.benchmarks.http.serve import SERVER, chosen_load, warm_up
 from manylora.benchmarks.metrics import summarise
-from manylora.benchmarks.report import Figures, Options, goal
+from manylora.benchmarks.report import Figures, Options, goal, make_row
 from manylora.client import Client
 from manylora.errors import ManyloraError
 
@@ -32,6 +30,14 @@ PATH = "/v1/completions"
 LOOK_S = 0.2
 MAX_STEPS_MORE = 2
 """Largest delay of the first token by a batch, in the steps that requests alone have."""
+COLUMNS = {
+    "errors": "errors",
+    "ttft_p50_ms": "ttft_ms.p50",
+    "ttft_p95_ms": "ttft_ms.p95",
+    "tpot_p50_ms": "tpot_ms.p50",
+    "tpot_p95_ms": "tpot_ms.p95",
+}
+"""Figures of the load in the table."""
 _TARGET = "scheduler.itl_target_ms="
 
 
@@ -43,18 +49,19 @@ def measure(options: Namespace) -> Figures:
         batch_id = start_batch(client, upload_lines(client, _bodies(options, load)))
         wait_for_batch(client, batch_id, "in_progress", "completed")
         loads["beside"] = _figures(replace(load, seed=load.seed + 1))
-        done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"][
-            "completed"
-        ]
         ended = wait_for_batch(client, batch_id, "completed")
     counts = ended["request_counts"]
     seconds = max(1, ended["finalizing_at"] - ended["in_progress_at"])
     lines_per_s = counts["completed"] / seconds
-    rates = {"lines_per_s": lines_per_s, "output_tokens_per_s": lines_per_s * options.line_tokens}
     failed = {**{name: found["errors"] for name, found in loads.items()}, "batch": counts["failed"]}
     return {
         **loads,
-        "batch": {**counts, "seconds": seconds, **rates, "done_when_the_load_ended": done_beside},
+        "batch": {
+            **counts,
+            "seconds": seconds,
+            "lines_per_s": lines_per_s,
+            "output_tokens_per_s": lines_per_s * options.line_tokens,
+        },
         "table": [{"interactive": name, **found} for name, found in loads.items()],
         "goals": _goals(loads, options.set),
         "failures": [f"{name}: {count} requests failed" for name, count in failed.items() if count],
@@ -118,15 +125,11 @@ def _goals(loads: dict[str, Figures], settings: Sequence[str]) -> list[Figures]:
 
 def _figures(load: Load) -> Figures:
     """Send the load; returns its times."""
-    replies = uvloop.run(load.send())
+    replies = load.run()
     found = summarise(replies)
     if found["errors"] == len(replies):
         raise ManyloraError(f"no interactive request succeeded: {replies[0].error}")
-    return {"errors": found["errors"]} | {
-        f"{kind}_{at}_ms": found[f"{kind}_ms"][at]
-        for kind in ("ttft", "tpot")
-        for at in ("p50", "p95")
-    }
+    return make_row(found, COLUMNS)
 
 
 OPTIONS: Options = {

@@ -13,13 +13,25 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
-import uvloop
-
 from manylora.benchmarks.http.generator import Load, Target
 from manylora.benchmarks.http.serve import SERVER, chosen_load
 from manylora.benchmarks.metrics import summarise
-from manylora.benchmarks.report import Figures, Options, ratios, spreads, take_turns
+from manylora.benchmarks.report import (
+    Figures,
+    Options,
+    make_row,
+    ratios,
+    spreads,
+    take_turns,
+)
 from manylora.errors import ConfigError, ManyloraError
+
+COMPARED = {
+    "output tokens/s": "output_tokens_per_s",
+    "TTFT p50 ms": "ttft_ms.p50",
+    "TPOT p50 ms": "tpot_ms.p50",
+}
+"""Figures of a run."""
 
 
 def measure(options: Namespace) -> Figures:
@@ -34,7 +46,7 @@ def measure(options: Namespace) -> Figures:
 
         def run(name: str, round_: int) -> Figures:
             # Other prompts in each round: a repeated one measures prefix caches.
-            replies = uvloop.run(replace(loads[name], seed=options.seed + round_).send())
+            replies = replace(loads[name], seed=options.seed + round_).run()
             failed = next((reply.error for reply in replies if reply.error), None)
             if not round_ and failed:
                 raise ManyloraError(f"{name} does not answer as asked: {failed}")
@@ -65,7 +77,9 @@ def for_peer(options: Namespace, ours: Load) -> Load:
 
 def make_result(runs: dict[str, list[Figures]]) -> Figures:
     """Spreads of each, and ratios of Manylora over the peer within rounds."""
-    figures = spreads({name: [_compared(run) for run in each] for name, each in runs.items()})
+    figures = spreads(
+        {name: [make_row(run, COMPARED) for run in each] for name, each in runs.items()}
+    )
     ours, theirs = figures.values()
     errors = {name: sum(run["errors"] for run in each) for name, each in runs.items()}
     return {
@@ -73,7 +87,7 @@ def make_result(runs: dict[str, list[Figures]]) -> Figures:
         "ratios": {
             figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in ours
         },
-        "errors": {name: {"errors": count} for name, count in errors.items()},
+        "errors": errors,
         "table": [
             {"": figure, **{name: each[figure]["median"] for name, each in figures.items()}}
             for figure in ours
@@ -83,15 +97,6 @@ def make_result(runs: dict[str, list[Figures]]) -> Figures:
             for name, count in errors.items()
             if count
         ],
-    }
-
-
-def _compared(summary: Figures) -> dict[str, float]:
-    """Pick what is compared from a summary of a run."""
-    return {
-        "output tokens/s": summary["output_tokens_per_s"],
-        "TTFT p50 ms": summary["ttft_ms"]["p50"],
-        "TPOT p50 ms": summary["tpot_ms"]["p50"],
     }
 
 

@@ -24,22 +24,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import random
 import statistics
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import uvloop
 
-from manylora.benchmarks.http.flood import flood
-from manylora.benchmarks.http.generator import Call, Generator, Load, Target, check_replies
+from manylora.benchmarks.http.generator import (
+    Generator,
+    Load,
+    Target,
+    check_replies,
+    flood,
+)
 from manylora.benchmarks.http.own_server import DEMO, OwnServer, cluster, plain_server
-from manylora.benchmarks.http.runner import watch_delay
+from manylora.benchmarks.http.runner import play, watch_delay
 from manylora.benchmarks.metrics import Reply, distribution, percentile, tokens_per_s
-from manylora.benchmarks.report import Figures, Options, goal, spread, take_turns
+from manylora.benchmarks.report import Figures, Options, goal, make_row, spread, take_turns
 
 WEIGHTS = {"heavy": 3, "light": 1}
 MAX_RATIO = 3.0
@@ -57,6 +63,18 @@ TURNS = 10
 """Spans with the quiet requests, and as many without."""
 _OTHERS = 1 << 16
 """Number of the adapter of the quiet requests; the flood does not use it."""
+COLUMNS = {
+    "arm": "arm",
+    "TTFT p50, ms": "ttft_ms.p50",
+    "TTFT p95, ms": "ttft_ms.p95",
+    "TTFT max, ms": "ttft_ms.max",
+    "p95 / alone": "over_alone",
+    "client late p99, ms": "client_delay_ms.p99",
+    "flood step, ms": "flood_step_ms",
+    "flood tokens/s": "tokens_per_s",
+    "kept": "kept.median",
+}
+"""Figures of an arm in the table."""
 
 
 @dataclass(slots=True)
@@ -64,8 +82,8 @@ class Arm:
     """The flooding loads and the quiet requests of one arm, and what all repeats found."""
 
     loads: Sequence[Load]
-    quiet: Target | None
-    """Target of the quiet requests, if there are any."""
+    quiet: Load | None
+    """Quiet requests, if there are any."""
     replies: list[Reply] = field(default_factory=list)
     """Answers to quiet requests."""
     delays_s: list[float] = field(default_factory=list)
@@ -103,20 +121,21 @@ def make_arms(options: Namespace, server: OwnServer, quiet_url: str) -> dict[str
     def adapters(tenant: str, count: int, first: int = 0) -> list[Target]:
         return server.adapters(tenant, options.adapters, count, first)
 
+    def load(targets: list[Target], **fields: Any) -> Load:  # noqa: ANN401 - those of Load
+        prompt_tokens = options.prompt_tokens
+        return Load(targets=targets, prompt_tokens=prompt_tokens, seed=next(seeds), **fields)
+
     def streams(targets: list[Target], count: int = options.streams) -> Load:
-        return Load(
-            targets=targets,
-            at_once=count,
-            prompt_tokens=options.prompt_tokens,
-            output_tokens=options.flood_tokens,
-            seed=next(seeds),
-        )
+        return load(targets, at_once=count, output_tokens=options.flood_tokens)
+
+    def rare(tenant: str, number: int) -> Load:
+        (target,) = adapters(tenant, 1, number)
+        pause_s = options.pause_ms / 1e3
+        asked = [replace(target, url=quiet_url)]
+        return load(asked, output_tokens=options.quiet_tokens, pause_s=pause_s)
 
     few = adapters("flood", 5)
-    quiet, same = (
-        replace(adapters(tenant, 1, number)[0], url=quiet_url)
-        for tenant, number in (("quiet", _OTHERS), ("flood", _OTHERS + 1))
-    )
+    quiet = rare("quiet", _OTHERS)
     weighted = [streams(adapters(name, 1), options.streams // 2) for name in WEIGHTS]
     for tenant, weight in WEIGHTS.items():
         server.admin.update_tenant(tenant, weight=weight)
@@ -125,7 +144,7 @@ def make_arms(options: Namespace, server: OwnServer, quiet_url: str) -> dict[str
         "one": Arm([streams(few[:1])], quiet),
         "all": Arm([streams([server.target("flood"), *few])], quiet),
         "hundred": Arm([streams(adapters("flood", options.many, 5))], quiet),
-        "same": Arm([streams(few[:1])], same),
+        "same": Arm([streams(few[:1])], rare("flood", _OTHERS + 1)),
         "weights": Arm(weighted, None),
     }
 
@@ -143,9 +162,9 @@ def carry_out(options: Namespace, server: OwnServer, arm: Arm, repeat: int) -> N
             name = ("with", "without")[(turn + turn // 2 + repeat) % 2]  # a b b a
             start_s = time.perf_counter()
             if arm.quiet and name == "with":
-                uvloop.run(_ask_quietly(options, arm, arm.quiet))
+                uvloop.run(_ask_quietly(arm, arm.quiet, options.seconds / TURNS))
             elif arm.loads:
-                arm.steps_s.append(_watch_steps(options, server))
+                arm.steps_s.append(_watch_steps(server, options.seconds / TURNS))
             spans[name].append((start_s, time.perf_counter()))
     server.wait_idle()
     check_replies(itertools.chain(arm.replies, *flooded))
@@ -161,7 +180,7 @@ def carry_out(options: Namespace, server: OwnServer, arm: Arm, repeat: int) -> N
         )
 
 
-def _watch_steps(options: Namespace, server: OwnServer) -> float:
+def _watch_steps(server: OwnServer, seconds: float) -> float:
     """Time the steps of an engine while nothing but the flood is there; in seconds per step."""
 
     def num_steps() -> float:
@@ -169,26 +188,20 @@ def _watch_steps(options: Namespace, server: OwnServer) -> float:
 
     first = num_steps()
     start_s = time.perf_counter()
-    time.sleep(options.seconds / TURNS)
+    time.sleep(seconds)
     steps = num_steps() - first
     return (time.perf_counter() - start_s) / max(1, steps)
 
 
-async def _ask_quietly(options: Namespace, arm: Arm, quiet: Target) -> None:
+async def _ask_quietly(arm: Arm, quiet: Load, seconds: float) -> None:
     """Send one request at a time until the time is over; the first one, which connects, does not count."""
     watch = asyncio.create_task(watch_delay(arm.delays_s))
-    draw = random.Random(f"{options.seed}/{len(arm.replies)}")
     # A prompt that was seen before would measure the prefix cache.
     with Generator(time.perf_counter_ns()) as made:
-
-        def call() -> Call:
-            return made.call(quiet, options.prompt_tokens, options.quiet_tokens)
-
-        check_replies([await call().send([], 0.0)])
-        end_s = time.perf_counter() + options.seconds / TURNS
-        while time.perf_counter() < end_s:
-            await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
-            await call().send(arm.replies, time.perf_counter())
+        calls = quiet.calls(made)
+        check_replies([await next(calls).send([], 0.0)])
+        until_s = time.perf_counter() + seconds
+        await play(calls, partial(quiet.ask, arm.replies), at_once=1, until_s=until_s)
     watch.cancel()
 
 
@@ -200,18 +213,7 @@ def make_result(arms: dict[str, Arm]) -> Figures:
     goals: list[Figures] = []
     for name, found in figures.items():
         p95_ms = found["ttft_ms"]["p95"]
-        kept = found["kept"] and found["kept"]["median"]
-        table.append(
-            {
-                "arm": name,
-                **{f"TTFT {key}, ms": value for key, value in found["ttft_ms"].items()},
-                "p95 / alone": p95_ms / alone_ms,
-                "client late p99, ms": found["client_delay_ms"]["p99"],
-                "flood step, ms": found["flood_step_ms"],
-                "flood tokens/s": found["tokens_per_s"],
-                "kept": kept,
-            }
-        )
+        table.append(make_row({"arm": name, "over_alone": p95_ms / alone_ms, **found}, COLUMNS))
         if name == "weights":
             ratio = found["rates"][0] / found["rates"][1] / (WEIGHTS["heavy"] / WEIGHTS["light"])
             text = "weights 3:1: error of the ratio of tokens/s"
@@ -220,6 +222,7 @@ def make_result(arms: dict[str, Arm]) -> Figures:
             limit_ms = max(MAX_RATIO * alone_ms, MAX_STEPS * found["flood_step_ms"])
             if name == "same":
                 limit_ms = MAX_SAME_RATIO * alone_ms
+            kept = found["kept"]["median"]
             text = f"{name}: part of its tokens/s that the flood keeps"
             goals += [
                 goal(f"{name}: quiet TTFT p95, ms", p95_ms, limit_ms),

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-import uvloop
-
 from manylora import demo
 from manylora.benchmarks.http.generator import Load, Target, check_replies
 from manylora.benchmarks.http.own_server import TENANT, OwnServer, cluster
 from manylora.benchmarks.http.stepped_server import STEP_S
-from manylora.benchmarks.metrics import Reply, percentile, summarise, tokens_per_s
+from manylora.benchmarks.metrics import percentile, summarise, tokens_per_s
 from manylora.benchmarks.report import (
     Figures,
     Options,
@@ -46,27 +44,29 @@ def measure(options: Namespace) -> Figures:
     with stepped_cluster() as (replicas, gateways):
         gateway = gateways[0]
         base = gateway.target(TENANT)
-        idle_mib = gateway.usage().mib
+        idle_mib = gateway.usage()["rss_mib"]
         asked = {"direct": replicas, "gateway": [gateway]}
 
         def run(name: str, _: int) -> dict[str, float]:
             return cost(targets(asked[name], base), gateway, replicas, options)
 
-        runs = take_turns(asked, options.repeats, run)
+        found = spreads(take_turns(asked, options.repeats, run))
         turns = targets([replicas[0], gateway, replicas[1], gateway], base)
-        alone = uvloop.run(load(turns, 4 * NUM_ALONE, 1))
+        alone = Load(
+            targets=turns, prompt_tokens=PROMPT_TOKENS, output_tokens=1, count=4 * NUM_ALONE
+        ).run()
     check_replies(alone)
-    direct_ms, through_ms = (
-        percentile([1e3 * each.ttft_s for each in alone[at::2]], 50) for at in (0, 1)
-    )
-    found = spreads(runs)
+    ttft_ms = {
+        name: percentile([1e3 * reply.ttft_s for reply in alone[at::2]], 50)
+        for at, name in enumerate(asked)
+    }
     speed = ratios(*(found[name]["tokens_per_s"]["repeats"] for name in ("gateway", "direct")))
-    more_ms = through_ms - direct_ms
+    more_ms = ttft_ms["gateway"] - ttft_ms["direct"]
     cpu_us = found["gateway"]["gateway_cpu_us"]["median"]
     return {
         "paths": found,
         "gateway_idle_mib": idle_mib,
-        "ttft_alone_p50_ms": {"direct": direct_ms, "gateway": through_ms},
+        "ttft_alone_p50_ms": ttft_ms,
         "ratios": {"tokens/s, gateway / direct": speed},
         "table": spread_rows(found),
         "goals": [
@@ -87,18 +87,14 @@ def targets(servers: Servers, base: Target) -> list[Target]:
     return [replace(base, url=f"{server.admin.url}/v1") for server in servers]
 
 
-async def load(targets: Sequence[Target], count: int, num_tokens: int) -> list[Reply]:
-    """Ask in turn: for one token one request at a time, for more in streams side by side."""
-    is_alone = num_tokens == 1
-    asked = Load(
+def streams(targets: Sequence[Target], count: int, num_tokens: int) -> Load:
+    """Streams side by side that begin within a second."""
+    return Load(
         targets=targets,
-        at_once=1 if is_alone else count,
         prompt_tokens=PROMPT_TOKENS,
         output_tokens=num_tokens,
-        count=count,
-        arrivals_s=None if is_alone else [at * ARRIVE_S / count for at in range(count)],
+        arrivals_s=[at * ARRIVE_S / count for at in range(count)],
     )
-    return await asked.send()
 
 
 def cost(
@@ -109,31 +105,30 @@ def cost(
     Raises:
         ManyloraError: A request failed.
     """
-    before = cpu_s([gateway]), cpu_s(replicas)
-    replies = uvloop.run(load(asked, options.streams, options.tokens))
-    after = cpu_s([gateway]), cpu_s(replicas)
+
+    def cpu_s() -> dict[str, float]:
+        """CPU seconds that the servers' own processes have taken."""
+        return {
+            name: sum(server.usage()["cpu_s"] for server in servers)
+            for name, servers in (("gateway", [gateway]), ("replicas", replicas))
+        }
+
+    before = cpu_s()
+    replies = streams(asked, options.streams, options.tokens).run()
+    after = cpu_s()
     check_replies(replies)
-    gateway_us, replicas_us = (
-        1e6 * (end_s - begin_s) / (options.streams * options.tokens)
-        for begin_s, end_s in zip(before, after, strict=True)
-    )
     found = summarise(replies)
     start_s = replies[0].due_s
     end_s = start_s + options.tokens * STEP_S
+    num_tokens = options.streams * options.tokens
     return {
         "ttft_p50_ms": found["ttft_ms"]["p50"],
         "ttft_p99_ms": found["ttft_ms"]["p99"],
         "itl_p99_ms": found["itl_ms"]["p99"],
         "tokens_per_s": tokens_per_s(replies, start_s + ARRIVE_S, end_s),
-        "gateway_cpu_us": gateway_us,
-        "replicas_cpu_us": replicas_us,
-        "gateway_mib": gateway.usage().mib,
+        **{f"{name}_cpu_us": 1e6 * (after[name] - before[name]) / num_tokens for name in before},
+        "gateway_mib": gateway.usage()["rss_mib"],
     }
-
-
-def cpu_s(servers: Servers) -> float:
-    """CPU seconds that the servers' own processes have taken."""
-    return sum(server.usage().cpu_s for server in servers)
 
 
 OPTIONS: Options = {

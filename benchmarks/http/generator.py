@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import multiprocessing
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 
 import orjson
+import uvloop
 
 from manylora.benchmarks.http.http_stream import EventClient, HttpStatusError
 from manylora.benchmarks.http.runner import play, sleep_until
@@ -25,7 +29,9 @@ from manylora.errors import ManyloraError
 TIMEOUT_S = 600.0
 """Longest wait for a whole answer."""
 REFUSED_PAUSE_S = 0.25
-"""Pause of a client after a refusal."""
+"""Pause of a client that gives up after a refusal."""
+RETRY_AFTER_S = 1.0
+"""Pause of a client that heeds Retry-After, where a refusal has none."""
 _LOWEST_PROMPT_ID = 16
 """Ids below are often special tokens."""
 
@@ -55,17 +61,18 @@ class Call:
     path: str = "/completions"
     """Below the base URL."""
 
-    async def send(self, replies: list[Reply], due_s: float) -> Reply:
+    async def send(self, replies: list[Reply], due_s: float, attempt: int = 1) -> Reply:
         """Send the request and record what comes; the connection is closed if this is cancelled.
 
         Args:
             replies: Get the reply from the moment when the request is sent.
             due_s: When the request was due.
+            attempt: Number of this sending, from 1.
 
         Returns:
             The reply, with `error`.
         """
-        reply = Reply(self.model, due_s, sent_s=time.perf_counter())
+        reply = Reply(self.model, due_s, sent_s=time.perf_counter(), attempt=attempt)
         replies.append(reply)
 
         def note_head(status: int, headers: dict[bytes, bytes]) -> None:
@@ -165,19 +172,26 @@ class Load:
     """Requests of a number of clients: whom they ask, for texts of which length, and when."""
 
     targets: Sequence[Target]
-    at_once: int
-    """Clients, each with one request in flight at a time."""
+    at_once: int = 1
+    """Clients of a closed loop, each with one request in flight at a time."""
     prompt_tokens: int | range = 0
     """Lengths in tokens; from a range they are drawn."""
     output_tokens: int | range = 0
     popularity: str | None = None
     """Draws targets, as `draw_adapters`; None asks them in turn."""
     count: int | None = None
-    """Requests in all; None has no end."""
+    """Requests in all; None has no end, or that of the arrivals."""
     arrivals_s: Sequence[float] | None = None
-    """Seconds after the start at which requests are due; None sends one as soon as a client is free."""
+    """Seconds after the start at which requests are due, each with a client of its own (open loop); None sends one as
+    soon as a client is free."""
     every_s: float = 0.0
     """Least time between the begins of two requests of one client."""
+    pause_s: float = 0.0
+    """Mean of the random pause before each request."""
+    tries: int = 1
+    """Most sendings of a request that is refused."""
+    heeds_retry_after: bool = False
+    """True if a client waits as long as Retry-After says; else it tries again at once."""
     seed: int = 0
 
     def calls(self, made: Generator) -> Iterator[Call]:
@@ -189,39 +203,117 @@ class Load:
             if self.popularity is None
             else draw_adapters(self.popularity, num_targets, self.seed)
         )
-        for index in itertools.islice(chosen, self.count):
+        count = self.count if self.arrivals_s is None else len(self.arrivals_s)
+        for index in itertools.islice(chosen, count):
             lengths = (
                 draw.choice(each) if isinstance(each, range) else each
                 for each in (self.prompt_tokens, self.output_tokens)
             )
             yield made.call(self.targets[index], *lengths)
 
-    async def send(
-        self, replies: list[Reply] | None = None, until_s: float = math.inf
-    ) -> list[Reply]:
-        """Send the requests and wait for all answers.
+    def run(self, until_s: float = math.inf) -> list[Reply]:
+        """Send the requests and wait for all answers; none is begun from a time of `time.perf_counter` on."""
+        replies: list[Reply] = []
 
-        Args:
-            replies: Get each reply from the moment when its request is sent.
-            until_s: No request is begun from this time of `time.perf_counter` on.
-        """
-        sent = [] if replies is None else replies
+        async def send() -> None:
+            await send_all([(self, replies)], until_s)
 
-        async def ask(call: Call, due_s: float) -> None:
-            if (await call.send(sent, due_s)).is_refused:
-                await asyncio.sleep(REFUSED_PAUSE_S)
-            await sleep_until(due_s + self.every_s)
+        uvloop.run(send())
+        return replies
 
-        with Generator(self.seed) as made:
-            calls = self.calls(made)
-            await play(
-                calls if self.count is None else list(calls),
-                ask,
-                at_once=self.at_once,
-                arrivals_s=self.arrivals_s,
-                until_s=until_s,
-            )
-        return sent
+    async def ask(self, replies: list[Reply], call: Call, due_s: float) -> None:
+        """Act as a client: send a request when it is due, and again while it is refused and tries are left."""
+        if self.pause_s:
+            await asyncio.sleep(random.expovariate(1 / self.pause_s))
+            due_s = time.perf_counter()
+        begun_s = due_s
+        for attempt in range(1, self.tries + 1):
+            reply = await call.send(replies, due_s, attempt)
+            if not reply.is_refused:
+                break
+            if self.heeds_retry_after:
+                await asyncio.sleep(reply.retry_after_s or RETRY_AFTER_S)
+            due_s = time.perf_counter()
+        else:
+            await asyncio.sleep(REFUSED_PAUSE_S)
+        await sleep_until(begun_s + self.every_s)
+
+
+def send_all(
+    loads: Iterable[tuple[Load, list[Reply]]], until_s: float = math.inf
+) -> asyncio.Task[None]:
+    """Begin to send loads side by side; requests that have an end are made before the first is sent.
+
+    Args:
+        loads: With a list for each, which gets each reply from the moment when its request is sent.
+        until_s: No request is begun from this time of `time.perf_counter` on.
+
+    Returns:
+        A task that ends with the last answer.
+    """
+    stack = ExitStack()
+    clients = []
+    for load, replies in loads:
+        calls: Iterable[Call] = load.calls(stack.enter_context(Generator(load.seed)))
+        at_once = load.at_once
+        if load.arrivals_s is not None:
+            at_once = len(load.arrivals_s)
+        if load.count is not None or load.arrivals_s is not None:
+            calls = list(calls)
+        act = partial(load.ask, replies)
+        clients.append(
+            play(calls, act, at_once=at_once, arrivals_s=load.arrivals_s, until_s=until_s)
+        )
+
+    async def send() -> None:
+        with stack:
+            await asyncio.gather(*clients)
+
+    return asyncio.create_task(send())
+
+
+@contextmanager
+def flood(loads: Sequence[Load]) -> Iterator[list[list[Reply]]]:
+    """Send loads without end from a process of its own until the block is left, and then close all their streams.
+
+    Clients whose times are measured beside a flood must not wait while its tokens are counted. The replies of each
+    load are there when the block has ended, in the order in which they were sent; the last ones are cut short. Both
+    processes read the same clock.
+
+    Raises:
+        EOFError: The process of the flood died.
+    """
+    replies: list[list[Reply]] = []
+    if not loads:
+        yield replies
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pipe, other = spawn.Pipe()
+    process = spawn.Process(target=run_clients, args=(other, loads), daemon=True)
+    process.start()
+    other.close()  # the pipe ends when the process dies
+    pipe.recv()
+    try:
+        yield replies
+    finally:
+        pipe.send(None)
+        replies += pipe.recv()
+        process.join()
+
+
+def run_clients(pipe: Connection, loads: Sequence[Load]) -> None:
+    """Run the flood's own process: send until something comes through the pipe, and answer with the replies."""
+    sent = [(load, list[Reply]()) for load in loads]
+    uvloop.run(_send(pipe, sent))
+    pipe.send([replies for _, replies in sent])
+
+
+async def _send(pipe: Connection, sent: Sequence[tuple[Load, list[Reply]]]) -> None:
+    sending = send_all(sent)
+    pipe.send(None)
+    await asyncio.to_thread(pipe.recv)
+    sending.cancel()
+    await asyncio.wait([sending])
 
 
 def check_replies(replies: Iterable[Reply]) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 import psutil
 
 from manylora import demo
+from manylora.adapters.checkpoint.folder import CONFIG
 from manylora.benchmarks.http.generator import Target
 from manylora.benchmarks.report import SETTINGS, Figures, Options
 from manylora.client import Client
+from manylora.client.checkpoint import checkpoint_bytes
 from manylora.config import environment
 from manylora.errors import ConfigError, ManyloraError
 from manylora.launch.server_process import PROGRAM, running_server
@@ -43,15 +45,6 @@ DEMO: Options = {
 _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Resources that processes have taken and hold."""
-
-    cpu_s: float
-    mib: float
-    files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +81,32 @@ class OwnServer:
             count: Copies in all.
             first: Number of the first copy; copies of one number are the same adapter.
         """
-        originals = [(folder.name, read_adapter(folder)) for folder in sorted(folders.iterdir())]
+        originals = [
+            (folder.name, *checkpoint_bytes(folder, None)) for folder in sorted(folders.iterdir())
+        ]
         target = self.target(tenant)
 
         def one(number: int) -> Target:
-            name, files = originals[number % len(originals)]
-            _upload(client, f"{name}-{number}", variant(files, number))
-            return replace(target, model=f"{name}-{number}")
+            name, config, weights = originals[number % len(originals)]
+            own = f"{name}-{number}"
+            files = {"config": config, "weights": variant(weights, number)}
+            client.request("POST", "/v1/adapters", data={"name": own}, files=files)
+            return replace(target, model=own)
 
         with self.client(tenant) as client, ThreadPoolExecutor(_UPLOADS) as threads:
             return list(threads.map(one, range(first, first + count)))
 
-    def usage(self, *, has_children: bool = False) -> Usage:
-        """CPU time, memory and open files of its own process, or of those below it as well."""
+    def usage(self, *, has_children: bool = False) -> dict[str, float]:
+        """CPU seconds, MiB and open files of its own process, or of those below it as well."""
         top = psutil.Process(self.pid)
-        cpu_s = mib = 0.0
-        files = 0
+        found: dict[str, float] = {"cpu_s": 0.0, "rss_mib": 0.0, "open_files": 0}
         for process in [top, *(top.children(recursive=True) if has_children else [])]:
             with contextlib.suppress(psutil.NoSuchProcess):  # a child that has just ended
                 times = process.cpu_times()
-                cpu_s += times.user + times.system
-                mib += process.memory_info().rss / MIB
-                files += process.num_fds()
-        return Usage(cpu_s, mib, files)
+                found["cpu_s"] += times.user + times.system
+                found["rss_mib"] += process.memory_info().rss / MIB
+                found["open_files"] += process.num_fds()
+        return found
 
     def wait_idle(self) -> None:
         """Return once no request runs or waits.
@@ -194,6 +190,7 @@ def cluster(
         The replicas, and the gateways.
     """
     shared = {"MANYLORA_ADMIN_KEY": secrets.token_hex(20), "MANYLORA_PEPPER": secrets.token_hex(20)}
+    all_cores = sorted(os.sched_getaffinity(0)) if divides_cores else []
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-")))
         stores = [
@@ -201,24 +198,23 @@ def cluster(
             f"registry.blob_url={root}/blobs",
         ]
 
-        def start(
-            role: str,
-            number: int,
-            own: Sequence[str],
-            program: str = PROGRAM,
-            cores: Sequence[int] = (),
-        ) -> OwnServer:
-            given = [f"server.role={role}", *stores, *own]
-            folder = root / f"{role}{number}"
-            opened = plain_server(model, given, folder, program, cores, shared)
+        def start(name: str, own: Sequence[str], program: str, cores: Sequence[int]) -> OwnServer:
+            opened = plain_server(model, [*stores, *own], root / name, program, cores, shared)
             return stack.enter_context(opened)
 
-        cores = sorted(os.sched_getaffinity(0)) if divides_cores else []
         replicas = [
-            start("replica", number, settings, program, cores[number::num_replicas])
+            start(
+                f"replica{number}",
+                ["server.role=replica", *settings],
+                program,
+                all_cores[number::num_replicas],
+            )
             for number in range(num_replicas)
         ]
-        yield replicas, [start("gateway", number, ()) for number in range(2)]
+        yield (
+            replicas,
+            [start(f"gateway{number}", ["server.role=gateway"], PROGRAM, ()) for number in (0, 1)],
+        )
 
 
 @contextlib.contextmanager
@@ -233,52 +229,23 @@ def own_server(
         settings: As of `manylora serve --set`.
 
     Raises:
-        ConfigError: An adapter's folder lacks a file, or two have one name.
+        ConfigError: A folder has no adapter, or two have one name.
         ManyloraError: The server does not start, or refuses an adapter; the message is its own.
-    """
-    names = server_names(adapters)
-    files = [read_adapter(folder) for folder in adapters]
-    with plain_server(model, settings) as server, server.client(TENANT) as client:
-        for name, content in zip(names[1:], files, strict=True):
-            _upload(client, name, content)
-        yield [server.target(TENANT, name) for name in names]
-
-
-def _upload(client: Client, name: str, files: dict[str, bytes]) -> None:
-    """Upload an adapter from memory, in one request."""
-    client.request("POST", "/v1/adapters", data={"name": name}, files=files)
-
-
-def variant(files: dict[str, bytes], number: int) -> dict[str, bytes]:
-    """A copy of an adapter with other last weights, which are finite in every dtype: bits of mantissas differ."""
-    own = struct.pack("<HH", 0x3C00 | number >> 7, 0x3C00 | number & 127)
-    return {**files, "weights": files["weights"][:-4] + own}
-
-
-def server_names(adapters: Sequence[Path]) -> list[str]:
-    """Name the base and the adapters of these folders.
-
-    Raises:
-        ConfigError: Two folders have one name.
     """
     names = [BASE_NAME, *(folder.resolve().name.lower() for folder in adapters)]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"adapters are named after their folders, which must differ: got {', '.join(names[1:])}"
         )
-    return names
+    for folder in adapters:
+        if not (folder / CONFIG).is_file():
+            raise ConfigError(f"{folder} is no folder of an adapter: it has no {CONFIG}")
+    with plain_server(model, settings) as server, server.client(TENANT) as client:
+        for name, folder in zip(names[1:], adapters, strict=True):
+            client.push(folder, name)
+        yield [server.target(TENANT, name) for name in names]
 
 
-def read_adapter(folder: Path) -> dict[str, bytes]:
-    """The parts of an upload.
-
-    Raises:
-        ConfigError: A file is missing.
-    """
-    names = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
-    try:
-        return {part: (folder / name).read_bytes() for part, name in names.items()}
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} is no folder of an adapter: {error.filename}: {error.strerror}"
-        ) from error
+def variant(weights: bytes, number: int) -> bytes:
+    """A copy of an adapter's weights with other last ones, which are finite in every dtype: mantissas differ."""
+    return weights[:-4] + struct.pack("<HH", 0x3C00 | number >> 7, 0x3C00 | number & 127)

@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import uvloop
-
 from manylora.benchmarks.http.generator import Load, Target
-from manylora.benchmarks.http.own_server import own_server, server_names
+from manylora.benchmarks.http.own_server import own_server
 from manylora.benchmarks.metrics import summarise
 from manylora.benchmarks.qwen_shape import make_checkpoints
 from manylora.benchmarks.report import SETTINGS, Figures, Options
@@ -41,7 +39,7 @@ def measure(options: Namespace) -> Figures:
     """
     with chosen_load(options) as load:
         warm_up(load, options.warmup)
-        replies = uvloop.run(load.send())
+        replies = load.run()
     errors = Counter(reply.error for reply in replies if reply.error).most_common()
     summary = summarise(replies)
     print(", ".join(f"{name} {summary[name]:,.4g}" for name in RATES), file=sys.stderr)
@@ -61,8 +59,7 @@ def warm_up(load: Load, count: int) -> None:
     if count:
         count = max(count, len(load.targets))
         seed = load.seed + 1000
-        other = replace(load, count=count, popularity=None, arrivals_s=None, seed=seed)
-        uvloop.run(other.send())
+        replace(load, count=count, popularity=None, arrivals_s=None, seed=seed).run()
 
 
 @contextlib.contextmanager
@@ -96,7 +93,6 @@ def chosen_load(options: Namespace) -> Iterator[Load]:
         if adapters:
             raise ConfigError("--adapter needs --model: the base of the adapters", param="model")
         model, adapters = make_checkpoints()
-    server_names(adapters)  # refuses before a server starts, as the next one does
     make_load(options, [Target("", "", "")])
     with own_server(str(model), adapters, options.set) as targets:
         options.models = ",".join(target.model for target in targets)
@@ -113,7 +109,7 @@ def make_load(options: Namespace, targets: list[Target]) -> Load:
     draw_adapters(options.popularity, 1, 0)  # refuses a pattern that there is not
     return Load(
         targets=targets,
-        at_once=options.requests if rate else options.concurrency,
+        at_once=options.concurrency,
         prompt_tokens=_lengths(options, "input_tokens"),
         output_tokens=_lengths(options, "output_tokens"),
         popularity=options.popularity,

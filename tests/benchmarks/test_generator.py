@@ -11,8 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.benchmarks.http.flood import flood
-from manylora.benchmarks.http.generator import Generator, Load, Target, check_replies
+from manylora.benchmarks.http.generator import (
+    Generator,
+    Load,
+    Target,
+    check_replies,
+    flood,
+)
 from manylora.benchmarks.http.runner import play, watch_delay
 from manylora.benchmarks.metrics import Reply, tokens_per_s
 from manylora.errors import ManyloraError
@@ -27,7 +32,7 @@ def send(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> li
         output_tokens=output_tokens,
         count=count,
     )
-    return asyncio.run(load.send())
+    return load.run()
 
 
 def test_items_are_acted_on_when_they_are_due_and_some_at_a_time() -> None:
@@ -89,6 +94,47 @@ def test_a_refusal_is_no_failure_and_tells_when_to_come_again(server: ShopWindow
     ] * 2
     check_replies(replies)
     assert server.connections == 1
+
+
+def test_a_request_that_is_refused_is_sent_again_while_tries_are_left(server: ShopWindow) -> None:
+    server.fault = "503"
+    load = Load(targets=[Target(server.url, "key", "a", 64)], prompt_tokens=3, count=2, tries=3)
+    replies = load.run()
+    assert [reply.attempt for reply in replies] == [1, 2, 3, 1, 2, 3]
+    assert len({str(body["prompt"]) for body in server.bodies}) == 2
+    assert replies[1].due_s - replies[0].done_s < 1, "at once"
+    assert all(reply.is_refused and not reply.is_answered for reply in replies)
+
+
+def test_a_client_that_heeds_retry_after_waits_that_long(
+    server: ShopWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reply, "retry_after_s", 0.3)
+    server.fault = "503"
+    load = Load(
+        targets=[Target(server.url, "key", "a", 64)],
+        prompt_tokens=3,
+        count=1,
+        tries=2,
+        heeds_retry_after=True,
+    )
+    first, second = load.run()
+    assert second.due_s - first.done_s >= 0.3
+
+
+def test_a_client_pauses_before_each_request_and_is_not_late_for_it(server: ShopWindow) -> None:
+    load = Load(
+        targets=[Target(server.url, "key", "a", 64)],
+        prompt_tokens=3,
+        output_tokens=1,
+        count=5,
+        pause_s=0.05,
+    )
+    replies = load.run()
+    assert all(reply.sent_s - reply.due_s < 0.01 for reply in replies)
+    pauses_s = [later.due_s - one.done_s for one, later in itertools.pairwise(replies)]
+    assert len({round(pause_s, 3) for pause_s in pauses_s}) > 1, "they are drawn"
+    assert sum(pauses_s) > 0
 
 
 @pytest.mark.parametrize("fault", ["close", "more", "no length"])
@@ -221,6 +267,6 @@ def test_a_client_of_a_flood_can_be_slowed_down(server: ShopWindow) -> None:
 
 def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # Dividing a pipe by a list raises a TypeError, of which the process dies.
-    monkeypatch.setattr("manylora.benchmarks.http.flood.run_clients", operator.truediv)
+    monkeypatch.setattr("manylora.benchmarks.http.generator.run_clients", operator.truediv)
     with pytest.raises(EOFError), flood([Load(targets=[], at_once=1)]):
         pass

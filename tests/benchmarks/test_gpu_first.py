@@ -16,8 +16,7 @@ import torch
 
 from manylora.benchmarks.gpu import case_log, first
 from manylora.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, UNFINISHED_CASE
-from manylora.benchmarks.gpu.first import CLOSING_S, PIECES, FirstLook, Piece, row
-from manylora.benchmarks.gpu.predictions import PREDICTIONS
+from manylora.benchmarks.gpu.first import CLOSING_S, PIECES, PREDICTIONS, FirstLook, Piece, row
 from manylora.benchmarks.gpu.setup import Setup
 from manylora.benchmarks.gpu.verbs import VERBS
 from manylora.benchmarks.main import main
@@ -62,7 +61,6 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
             out=tmp_path,
             options=[],
             cases=CASES,
-            expected_s=lambda piece: piece.seconds,
             seconds=seconds + CLOSING_S,
             command=(sys.executable, "-I", "-S", "-c", program),
             pieces=pieces,
@@ -179,8 +177,8 @@ def test_a_ratio_is_that_to_the_nearest_prediction() -> None:
         "50 to 55",
         "1.00",
     ]
-    assert row("check", "nvcc", {"absent": "nvcc is not on PATH"}) == [
-        "nvcc is not on PATH",
+    assert row("check", "tests", {"absent": "pytest is not on PATH"}) == [
+        "pytest is not on PATH",
         "",
         "",
     ]

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
+from manylora.benchmarks.http import overhead
 from manylora.benchmarks.http.generator import Target
-from manylora.benchmarks.http.overhead import make_result, over_http, server_settings
-from manylora.benchmarks.main import main
+from manylora.benchmarks.http.overhead import make_result, over_http
 from manylora.errors import ManyloraError
 from shop_window import ShopWindow
 
-OPTIONS = argparse.Namespace(requests=2, output_tokens=3, repeats=2)
 
-
-def test_each_round_over_http_has_prompts_of_its_own(server: ShopWindow) -> None:
+def test_each_round_over_http_has_prompts_of_its_own(
+    server: ShopWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead, "OUTPUT_TOKENS", 3)
     gaps = [
-        over_http([Target(server.url, "key", "a")], OPTIONS, round_)["gap over HTTP"]
-        for round_ in range(3)
+        over_http([Target(server.url, "key", "a")], round_)["gap over HTTP"] for round_ in range(3)
     ]
     prompts = {str(body["prompt"]) for body in server.bodies}
-    assert len(prompts) == 3 * OPTIONS.requests, (
-        "a repeated prompt would be found in the prefix cache"
-    )
+    assert len(prompts) == 3 * 32, "a repeated prompt would be found in the prefix cache"
     assert all(gap > 0 for gap in gaps)
 
 
@@ -42,16 +38,4 @@ def test_shares_are_taken_within_rounds() -> None:
 
 def test_a_failed_request_ends_it() -> None:
     with pytest.raises(ManyloraError, match="A request failed: ConnectionRefusedError"):
-        over_http([Target("http://127.0.0.1:1/v1", "", "a")], OPTIONS, 0)
-
-
-@pytest.mark.parametrize("option", [["--output-tokens", "1"], ["--output-tokens", "257"]])
-def test_options_are_checked(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("overhead", option) == 2
-    assert option[0] in capsys.readouterr().err
-
-
-def test_the_server_has_the_settings_of_the_engine() -> None:
-    settings = dict(setting.split("=") for setting in server_settings(64))
-    assert settings["scheduler.max_running"] == "64"
-    assert settings["scheduler.step_tokens"] == "4096"
+        over_http([Target("http://127.0.0.1:1/v1", "", "a")], 0)

@@ -5,58 +5,66 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from manylora.benchmarks.http.generator import Call, Generator, Load, Target
+from manylora.benchmarks.http.generator import Generator, Target
 from manylora.benchmarks.http.overload import (
     QUIET,
     SHARES,
     Phase,
-    Visit,
     make_goals,
     phase_result,
-    plan_visits,
+    plan_clients,
     vary_lengths,
 )
 from manylora.benchmarks.metrics import Reply
 
-OPTIONS = argparse.Namespace(seed=0, seconds=60.0, output_tokens=2, ttft_s=10.0, tpot_ms=100.0)
+OPTIONS = argparse.Namespace(
+    seed=0, seconds=60.0, input_tokens=1, output_tokens=2, ttft_s=10.0, tpot_ms=100.0
+)
 
 
 def target(model: str) -> Target:
     return Target("http://127.0.0.1:9/v1", "", model)
 
 
-def calls(model: str) -> Iterator[Call]:
-    return Load(targets=[target(model)], at_once=1, prompt_tokens=1).calls(Generator())
-
-
 @pytest.mark.parametrize("factor", [1.0, 20.0])
 def test_the_offered_load_is_what_was_asked_for(factor: float) -> None:
-    visits = plan_visits(OPTIONS, {name: calls(name) for name in (*SHARES, QUIET)}, 10.0, factor)
-    arrivals = [visit.arrival_s for visit in visits]
-    assert arrivals == sorted(arrivals)
-    assert 0 < arrivals[0] < arrivals[-1] < OPTIONS.seconds
-    sent = Counter(visit.call.model for visit in visits)
+    targets = {name: [target(name)] for name in (*SHARES, QUIET)}
+    planned = plan_clients(OPTIONS, targets, 10.0, factor, itertools.count(1))
+    sent, kinds = Counter[str](), Counter[str]()
+    for kind, load in planned:
+        arrivals = load.arrivals_s or []
+        assert arrivals == sorted(arrivals)
+        assert 0 < arrivals[0] < arrivals[-1] < OPTIONS.seconds
+        sent[load.targets[0].model] += len(arrivals)
+        kinds[kind] += len(arrivals)
+        assert load.heeds_retry_after is (kind == "honest")
     demand = 600 * factor
     for name, share in SHARES.items():
         assert sent[name] == pytest.approx(share * demand, rel=0.25)
     assert sent[QUIET] == pytest.approx(30, rel=0.5)
-    kinds = Counter(visit.kind for visit in visits)
     assert kinds[QUIET] == sent[QUIET]
     assert kinds["honest"] == pytest.approx(0.3 * 600, rel=0.25), (
         "honest clients ask for a part of the capacity"
     )
     assert kinds["hammering"] == pytest.approx(0.1 * demand, rel=0.25)
+    assert {kind: load.tries for kind, load in planned} == {
+        "impatient": 1,
+        "hammering": 4,
+        "honest": 3,
+        QUIET: 1,
+    }
+    assert len({load.seed for _, load in planned}) == len(planned), "prompts do not come again"
 
 
 def test_answers_differ_in_length_and_no_two_prompts_are_the_same() -> None:
-    options = argparse.Namespace(input_tokens=9, output_tokens=100, seed=3)
-    varied = vary_lengths(options, [target("m")], 1)
+    options = argparse.Namespace(input_tokens=9, output_tokens=100)
+    varied = vary_lengths(options, [target("m")], 3)
     sent = list(itertools.islice(varied.calls(Generator()), 400))
     lengths = [call.output_tokens or 0 for call in sent]
     assert min(lengths) in range(50, 60)
@@ -91,30 +99,30 @@ def refused(at_s: float, told: bytes | None, took_s: float = 0.02) -> Reply:
     )
 
 
-def visit(kind: str, *tries: Reply) -> Visit:
-    return Visit(kind, next(calls("m")), tries[0].due_s, list(tries))
+def tries(*replies: Reply) -> list[Reply]:
+    """The tries of one client."""
+    return [replace(reply, attempt=number) for number, reply in enumerate(replies, start=1)]
 
 
 def make_phase() -> Phase:
     return Phase(
-        [
-            visit("impatient", served(1.0, 0.1)),  # while the server fills up
-            visit("impatient", served(20.0, 0.1)),
-            visit("impatient", served(30.0, 11.0)),  # first token too late
-            visit("impatient", served(31.0, 0.1, tpot_s=0.2)),  # too slow
-            visit(
-                "impatient",
+        [],
+        {
+            "impatient": [
+                served(1.0, 0.1),  # while the server fills up
+                served(20.0, 0.1),
+                served(30.0, 11.0),  # first token too late
+                served(31.0, 0.1, tpot_s=0.2),  # too slow
                 replace(served(32.0, 0.1), error="usage says 2 tokens came, 3 were asked for"),
-            ),
-            visit("honest", refused(20.0, b"3"), served(23.0, 0.1)),
-            visit(
-                "honest", refused(20.0, b"3"), refused(23.0, b"3"), refused(26.0, None, took_s=0.2)
-            ),
-            visit(QUIET, served(40.0, 0.5)),
-            visit(
-                "hammering", replace(served(41.0, 0.1), completion_tokens=0)
-            ),  # cut when the benchmark ended
-        ],
+            ],
+            "honest": [
+                *tries(refused(20.0, b"3"), served(23.0, 0.1)),
+                *tries(refused(20.0, b"3"), refused(23.0, b"3"), refused(26.0, None, took_s=0.2)),
+            ],
+            QUIET: [served(40.0, 0.5)],
+            # cut when the benchmark ended
+            "hammering": [replace(served(41.0, 0.1), completion_tokens=0)],
+        },
         normal_after_s=2.0,
     )
 
@@ -142,7 +150,8 @@ def test_figures_of_a_phase() -> None:
 
 
 def test_what_was_not_measured_reaches_no_goal() -> None:
-    phase = Phase([visit(QUIET, served(40.0, 0.5))])
+    nothing: dict[str, list[Reply]] = {"impatient": [], "honest": [], "hammering": []}
+    phase = Phase([], {**nothing, QUIET: [served(40.0, 0.5)]})
     reached = {
         goal["goal"]: goal["ok"] for goal in make_goals(phase_result(OPTIONS, phase, 1.0, 20.0))
     }

@@ -16,7 +16,7 @@ import pytest
 from drive_core import run_all
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.benchmarks.engine import step
-from manylora.benchmarks.engine.own_engine import own_engine
+from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE
 from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
@@ -25,6 +25,14 @@ from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "memory_gib": 0.02,
+    "host_gib": 0.01,
+    "max_running": 4,
+}
 
 
 def test_a_part_is_charged_without_the_parts_that_it_calls() -> None:
@@ -94,13 +102,15 @@ def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(
     tmp_path: Path, is_prefill: bool
 ) -> None:
     config, folder = make_config(tmp_path, vocab_size=VOCAB_SIZE)
-    with timed_parts() as clock, own_engine(config) as engine:
+    with timed_parts() as clock, OwnEngine(config.model.path, **SMALL) as engine:
         adapters = engine.store_adapters([folder], 2)
-        case = step.Case("", 4, adapters, 8)
-        step.timed_steps(engine, case, 1, clock)
+        case = step.Case("", 4, prompt_tokens=8)
+        step.timed_steps(engine, case, adapters, 1, clock)
         first = engine.core.num_steps
-        seconds, parts = step.timed_steps(engine, replace(case, is_prefill=is_prefill), 3, clock)
+        timed = replace(case, is_prefill=is_prefill)
+        seconds, parts = step.timed_steps(engine, timed, adapters, 3, clock)
         status = engine.core.status()
+    assert len({adapter.digest for adapter in adapters}) == 2
     told = [each for each in status.last_steps if each.step > first]
     assert len(seconds) == (1 if is_prefill else 3)
     assert [(each.requests, each.adapters) for each in told] == [(4, 2)] * len(told)
@@ -125,16 +135,11 @@ def test_formats_of_weights_take_turns_at_a_case_and_are_named(tmp_path: Path) -
         contenders: dict[str, step.Contender] = {}
         for name in step.formats("int8+kv8,bf16"):
             weights, kv_dtype = step.FORMATS[name]
-            own = replace(
-                config,
-                model=replace(config.model, weights=weights),
-                memory=replace(config.memory, kv_dtype=kv_dtype),
-            )
-            engine = stack.enter_context(own_engine(own))
-            contenders[name] = step.Contender(
-                engine, floor(weights), [step.Case("two", 2, [None], 8)]
-            )
-        found = step._measure_case(contenders, 0, options, clock)
+            opened = OwnEngine(config.model.path, weights=weights, kv_dtype=kv_dtype, **SMALL)
+            engine = stack.enter_context(opened)
+            contenders[name] = step.Contender(engine, floor(weights), {step.BASE: []})
+        case = step.Case("two", 2, prompt_tokens=8)
+        found = step.measure_case(contenders, case, options, clock)
     assert order == ["bf16", "int8", "int8", "bf16", "bf16", "int8"]
     assert list(found) == ["two", "two, int8+kv8"]
     assert all(

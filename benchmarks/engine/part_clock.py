@@ -17,8 +17,7 @@ from unittest.mock import patch
 from manylora.adapters.lora.step import LoraStep, PagedLora
 from manylora.engine.core import EngineCore
 from manylora.engine.execution import runner
-from manylora.engine.execution.host_rows import host_rows
-from manylora.engine.execution.packed_step import pack_step
+from manylora.engine.execution.packed_step import host_rows, pack_step
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.decoder import Decoder

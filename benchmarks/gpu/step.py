@@ -127,7 +127,7 @@ def decoding(setup: Setup, rows: int, tokens: int, refs: Sequence[AdapterRef]) -
     Raises:
         EngineError: Steps are to be replayed, and none could be captured.
     """
-    programs = setup.engine.core._runner._programs
+    programs = setup.engine.core._runner.programs
     if programs and not programs.num_recorded and not setup.is_eager:
         raise EngineError(
             "no step could be captured as a CUDA graph; the log above says why. --eager needs none"

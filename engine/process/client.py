@@ -24,16 +24,20 @@ from manylora.adapters.ref import AdapterRef
 from manylora.config import Config, Device, Dtype
 from manylora.engine.process import messages
 from manylora.engine.process.inbox import Inbox
-from manylora.engine.process.pulse import SILENT_S, STUCK_S, STUCK_STEPS, StallDetector
 from manylora.engine.process.supervisor import (
     CRASH_LOOP_DEATHS,
     CRASH_LOOP_DELAY_S,
     CRASH_LOOP_LIFE_S,
     EngineConnection,
     RestartPolicy,
-    problem_during,
 )
-from manylora.engine.process.worker_process import Worker
+from manylora.engine.process.worker_process import (
+    SILENT_S,
+    STUCK_S,
+    STUCK_STEPS,
+    StallDetector,
+    Worker,
+)
 from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
 from manylora.errors import EngineUnavailableError, ManyloraError
@@ -324,8 +328,8 @@ class EngineClient:
         """Read until the engine has ended or stalls, and return what happened. A stalled process still lives."""
         reading = asyncio.create_task(self._read(connection))
         try:
-            problem = await problem_during(
-                reading, connection, StallDetector(SILENT_S, self._stuck_s())
+            problem = await connection.problem_during(
+                reading, StallDetector(SILENT_S, self._stuck_s())
             )
             if reading.done():
                 logger.error(

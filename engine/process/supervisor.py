@@ -17,8 +17,13 @@ import zmq.asyncio
 
 from manylora.config import Config
 from manylora.engine.process import messages
-from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, StallDetector
-from manylora.engine.process.worker_process import Worker, start_worker
+from manylora.engine.process.worker_process import (
+    LOOK_S,
+    SILENT_START_S,
+    StallDetector,
+    Worker,
+    start_worker,
+)
 from manylora.errors import ConfigError, EngineUnavailableError
 
 SOCKET_NAME = "engine"
@@ -82,7 +87,7 @@ class EngineConnection:
             self._input.flush()
         receiving = asyncio.ensure_future(self.receive())
         try:
-            problem = await problem_during(receiving, self, StallDetector(SILENT_START_S, inf))
+            problem = await self.problem_during(receiving, StallDetector(SILENT_START_S, inf))
             await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
             if not receiving.done():
                 raise EngineUnavailableError(
@@ -100,11 +105,18 @@ class EngineConnection:
             )
         return first
 
-    async def stall(self, detector: StallDetector) -> str:
-        """Watch the process until it stalls, and return a sentence about that."""
+    async def problem_during(
+        self, reading: asyncio.Future[Any], detector: StallDetector
+    ) -> str | None:
+        """Wait for the end of `reading`, and return None; or say what happened if the process ends or stalls before."""
+        any_of: set[asyncio.Future[Any]] = {reading, self.exited}
         problem = None
         while problem is None:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.wait(any_of, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if self.exited.done():
+                return f"ended with exit code {self.exited.result()}"
+            if reading.done():
+                return None
             problem = detector.problem(self._worker.pulse.signs(self.pid))
         return problem
 
@@ -169,21 +181,6 @@ class EngineConnection:
         self._context.destroy(linger=0)
         self._end_input()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-async def problem_during(
-    reading: asyncio.Future[Any], connection: EngineConnection, detector: StallDetector
-) -> str | None:
-    """Wait for the end of `reading`, and return None; or say what happened if the process ends or stalls before."""
-    watching = asyncio.ensure_future(connection.stall(detector))
-    any_of: set[asyncio.Future[Any]] = {reading, watching, connection.exited}
-    try:
-        await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
-        if connection.exited.done():
-            return f"ended with exit code {connection.exited.result()}"
-        return None if reading.done() else watching.result()
-    finally:
-        watching.cancel()
 
 
 class RestartPolicy:

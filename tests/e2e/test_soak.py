@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import random
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,16 +116,15 @@ def growth(samples: Sequence[Sample], *, max_bytes_per_request: float) -> dict[s
 
 
 def bytes_per_request(samples: Sequence[Sample]) -> float:
-    """The lower quartile of the slopes of RSS between samples that are SPAN rounds apart.
+    """The least of the slopes of RSS between samples that are SPAN rounds apart.
 
     What is lost with each request is in every slope. What is in some only are caches that fill late: pages of the
-    database, kernels that oneDNN compiles for a new set of adapters.
+    database, kernels that oneDNN compiles for a new set of adapters. On a busy machine they fill later.
     """
-    slopes = [
+    return min(
         (later.rss_bytes - earlier.rss_bytes) / (later.requests - earlier.requests)
         for earlier, later in zip(samples, samples[SPAN:], strict=False)
-    ]
-    return statistics.quantiles(slopes, n=4, method="inclusive")[0]
+    )
 
 
 def _end_and_begin(counts: list[int]) -> tuple[int, int]:

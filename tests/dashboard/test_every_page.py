@@ -82,7 +82,9 @@ def flaws(page: Page, size: tuple[int, int]) -> list[str]:
     with suppress(
         PlaywrightTimeout
     ):  # a chart has its width only after what is around it has its own
-        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=3000)
+        page.wait_for_function(
+            "() => document.documentElement.scrollWidth <= innerWidth", timeout=3000
+        )
     found = grave_findings(page)
     if size == DESKTOP:
         found += [f"by night: {finding}" for finding in grave_findings_in_the_dark(page)]

@@ -65,7 +65,8 @@ def children() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if "manylora.server.sandbox.grammar_worker" in child.cmdline()
+        if child.status() != psutil.STATUS_ZOMBIE
+        and "manylora.server.sandbox.grammar_worker" in child.cmdline()
     ]
 
 

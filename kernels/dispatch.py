@@ -13,7 +13,8 @@ from torch import Tensor
 from manylora.errors import ConfigError
 from manylora.kernels.attention_batch import AttentionBatch
 from manylora.kernels.kv_layer import KvLayer
-from manylora.kernels.native.library import NATIVE_DTYPES, native_library
+from manylora.kernels.native.levels import BF16_LEVELS
+from manylora.kernels.native.library import NATIVE_DTYPES, level_of, native_library
 from manylora.kernels.quantised import Int8Weight, QuantisedWeight
 from manylora.kernels.sgmv import LoraDelta, SgmvOperands
 
@@ -53,6 +54,8 @@ class Kernels:
     """Makes a layer with weights in 8 or 4 bits. Raises ValueError where there are none."""
     quantised_head: Callable[[Int8Weight], Linear] = _no_quantised
     """Makes a layer of logits in float32 with weights in 8 bits. Raises ValueError where there are none."""
+    widening_linear: Callable[[Tensor, Tensor | None], Linear] | None = None
+    """Makes a layer with weights in bfloat16 that become floats in registers. None where the CPU multiplies them."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -76,8 +79,10 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 @functools.cache
 def native_kernels() -> Kernels:
     """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`. Sampling, but for masks, uses torch."""
-    from manylora.kernels.native import attention, masks, quantised, rows, sgmv
+    from manylora.kernels.native import attention, linear, masks, quantised, rows, sgmv
 
+    library = native_library()
+    is_widened = library is not None and level_of(library) not in BF16_LEVELS
     return replace(
         torch_kernels(),
         rms_norm=rows.rms_norm,
@@ -89,6 +94,7 @@ def native_kernels() -> Kernels:
         mask_tokens=masks.mask_tokens,
         quantised_linear=quantised.QuantisedLinear,
         quantised_head=quantised.QuantisedHead,
+        widening_linear=linear.WideningLinear if is_widened else None,
     )
 
 

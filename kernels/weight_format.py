@@ -15,6 +15,10 @@ GROUP = 32
 """Inputs that share a scale in int4."""
 UNIT = 4
 """Inputs whose codes lie together; one lane of an instruction multiplies and adds them."""
+BF16_PANEL = 64
+"""Outputs of a panel in bfloat16, where weights become floats in registers."""
+BF16_UNIT = 2
+"""Inputs whose weights in bfloat16 lie together."""
 INT8_PANEL = 64
 """Outputs of a panel in int8."""
 INT4_PANEL = 32

@@ -8,7 +8,7 @@ import platform
 import torch
 
 from manylora.config import usable_cores
-from manylora.engine.model.linear import has_native_bfloat16, has_native_float16
+from manylora.engine.model.linear import has_fast_bfloat16, has_native_float16
 from manylora.errors import ConfigError
 from manylora.kernels.dispatch import triton_kernels
 
@@ -43,7 +43,7 @@ def choose_device(setting: str) -> torch.device:
 
 
 def choose_dtype(setting: str, asked_by_model: str | None, device: torch.device) -> torch.dtype:
-    """Choose the number format for `model.dtype`; auto takes the model's if the device computes it natively.
+    """Choose the number format for `model.dtype`; auto takes the model's where it is as fast as float32.
 
     Args:
         setting: auto, float32, bfloat16 or float16.
@@ -58,7 +58,7 @@ def choose_dtype(setting: str, asked_by_model: str | None, device: torch.device)
         dtype = DTYPES.get(asked_by_model or "float32", torch.float32)
         if not on_cpu:
             return torch.bfloat16 if dtype == torch.float32 else dtype
-        return dtype if dtype == torch.bfloat16 and has_native_bfloat16() else torch.float32
+        return dtype if dtype == torch.bfloat16 and has_fast_bfloat16() else torch.float32
     if setting == "float16" and on_cpu and not has_native_float16():
         raise ConfigError(
             "model.dtype: float16 needs a CPU with avx512_fp16 or avx_ne_convert, which this one lacks; "

@@ -83,6 +83,10 @@ def make_linear(
         return make(Int4Weight.of(floats), bias)
     if isinstance(weight, Int8Weight):
         raise TypeError("weight: expected floats to keep as bf16, got codes of 8 bits")
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        widening = kernels_for(weight.device, weight.dtype).widening_linear
+        if widening is not None:
+            return widening(weight, bias)
     if weight.device.type == "cpu" and can_pack(weight.dtype):
         return PackedLinear(weight, bias)
     return partial(torch.nn.functional.linear, weight=weight, bias=bias)
@@ -133,8 +137,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 @cache
-def has_native_bfloat16() -> bool:
-    """True if this CPU multiplies bfloat16 in hardware. If not, it is emulated and slower than float32."""
+def has_fast_bfloat16() -> bool:
+    """True if layers in bfloat16 are no slower than in float32: this CPU multiplies it, or kernels widen it."""
+    if kernels_for(torch.device("cpu"), torch.bfloat16).widening_linear is not None:
+        return True
     if platform.machine() in ("x86_64", "AMD64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

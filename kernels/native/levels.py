@@ -46,6 +46,8 @@ LEVELS = (
     Level("aarch64", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
 )
 """The best first."""
+BF16_LEVELS = frozenset(level.name for level in LEVELS if level.features >= BF16)
+"""Levels with an instruction that multiplies bfloat16."""
 
 
 def level_for(machine: str, features: Set[str]) -> Level | None:

@@ -93,9 +93,14 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
 
 def describe(library: ctypes.CDLL) -> str:
     """Level of CPUs that a library is for, and its origin."""
-    library.level.restype = ctypes.c_char_p
     origin = "prebuilt" if Path(library._name).parent == PREBUILT else "compiled for this CPU"
-    return f"{library.level().decode()}, {origin}"
+    return f"{level_of(library)}, {origin}"
+
+
+def level_of(library: ctypes.CDLL) -> str:
+    """Level of CPUs that a library is for, as `LEVELS` names it."""
+    library.level.restype = ctypes.c_char_p
+    return str(library.level().decode())
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -120,6 +125,18 @@ def _share_openmp() -> None:
             ctypes.CDLL(line.split(maxsplit=5)[5], mode=ctypes.RTLD_GLOBAL)
 
 
+def panel_columns(task_columns: int) -> int:
+    """Outputs of a panel of weights, which depends on the CPU; at most `task_columns`, those of a task.
+
+    Raises:
+        NativeUnavailableError: There is no library.
+    """
+    library = _library()
+    library.panel_columns.argtypes = [ctypes.c_int64]
+    library.panel_columns.restype = ctypes.c_int64
+    return int(library.panel_columns(task_columns))
+
+
 @functools.cache
 def native_function(
     name: str, dtype: torch.dtype, arguments: str, result: type[ctypes.c_bool] | None = None
@@ -139,12 +156,17 @@ def native_function(
         raise ValueError(
             f"CPU kernels: expected one of {', '.join(map(str, NATIVE_DTYPES))}, got {dtype}"
         )
-    library = native_library()
-    if library is None:
-        raise NativeUnavailableError("there are no CPU kernels in C++ for this machine")
+    library = _library()
     function: ctypes._NamedFuncPointer = getattr(library, f"{name}_{NATIVE_DTYPES[dtype]}")
     function.restype = result
     function.argtypes = [
         ctypes.c_int64 if letter == "i" else ctypes.c_float for letter in arguments
     ]
     return function
+
+
+def _library() -> ctypes.CDLL:
+    library = native_library()
+    if library is None:
+        raise NativeUnavailableError("there are no CPU kernels in C++ for this machine")
+    return library

@@ -22,19 +22,14 @@ struct Nothing {};
 template <class T>
 using Registers = std::conditional_t<HAS_TILES<T>, Tiles, Nothing>;
 
-#ifdef __AVX512F__
-constexpr int ROWS = 6;     // rows of a product that are kept in registers
-constexpr int VECTORS = 4;  // and vectors of columns
-#else
-constexpr int ROWS = 2;
-constexpr int VECTORS = 2;
-#endif
+constexpr int ROWS = 6;  // rows of a product that are kept in registers
+constexpr int VECTORS = REGISTER_BYTES == 64 ? 4 : 1;  // and vectors of columns
 constexpr int PANEL = 64;   // columns of a panel
 constexpr int64_t MIN_PARALLEL = 1 << 14;  // elements or multiply-adds worth a second thread
 static_assert(PANEL % (VECTORS * LANES) == 0);
 
-// Calls body(row, R) for blocks of R rows, R an integral constant.
-template <class Body>
+// Calls body(row, R) for blocks of R rows, at most ROWS, R an integral constant.
+template <int ROWS, class Body>
 MANYLORA_INLINE void for_blocks(int64_t rows, Body body) {
     int64_t row = 0;
     // Products of two rows are too few to fill the time that one takes: 8 rows are twice 4 rather than 6 and 2.
@@ -53,17 +48,18 @@ template <class T, int R, int VECTORS, class Finish>
 MANYLORA_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
                                 const uint32_t* panel, Finish finish) {
     using P = Packed<T>;
-    Floats sums[R][VECTORS] = {};
+    constexpr int N = VECTORS * REGISTERS_OF_LANES;
+    Singles sums[R][N] = {};
     for (int64_t u = 0; u < units; u++) {
-        Words columns[VECTORS];
-        for (int v = 0; v < VECTORS; v++) columns[v] = load_bits<Words>(panel + u * PANEL + v * LANES);
+        Sums columns[N];
+        for (int n = 0; n < N; n++) columns[n] = load_bits<Sums>(panel + u * PANEL + n * SINGLES);
         for (int r = 0; r < R; r++) {
-            const Words factor = broadcast(a + r * a_stride + u * P::PER_UNIT);
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = P::multiply_add(sums[r][v], factor, columns[v]);
+            const Sums factor = unit_at(a + r * a_stride + u * P::PER_UNIT);
+            for (int n = 0; n < N; n++) sums[r][n] = P::multiply_add(sums[r][n], factor, columns[n]);
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < VECTORS; v++) finish(r, v * LANES, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) finish(r, v * LANES, joined<Floats>(&sums[r][v * REGISTERS_OF_LANES]));
     }
 }
 
@@ -100,7 +96,7 @@ inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, in
     if constexpr (HAS_TILES<T>) return multiply_panel_tiles(rows, a, a_stride, units, panel, columns, finish);
 #endif
     for (int64_t column = 0; column < PANEL && column < columns; column += VECTORS * LANES) {
-        for_blocks(rows, [&](int64_t row, auto constant) {
+        for_blocks<ROWS>(rows, [&](int64_t row, auto constant) {
             constexpr int R = decltype(constant)::value;
             const auto end = [&](int64_t r, int64_t c, Floats values) { finish(row + r, column + c, values); };
             if (VECTORS > 2 && columns - column <= 2 * LANES) {
@@ -118,19 +114,24 @@ constexpr int GROUP_ROWS = 8;  // rank rows of a row group
 template <class T, int R>
 MANYLORA_INLINE Floats multiply_group(const T* x, int64_t x_stride, const T* weights, int64_t pitch, int64_t features) {
     using P = Packed<T>;
-    constexpr int STEP = P::PER_UNIT * LANES;
-    Floats sums[R * GROUP_ROWS] = {};
-    for (int64_t k = 0; k < features; k += STEP) {
-        Words rows[R];
-        for (int r = 0; r < R; r++) rows[r] = P::row_units(x + r * x_stride + k, features - k);
-        for (int g = 0; g < GROUP_ROWS; g++) {
-            const Words weight = P::row_units(weights + g * pitch + k, features - k);
-            for (int r = 0; r < R; r++) {
-                sums[r * GROUP_ROWS + g] = P::multiply_add(sums[r * GROUP_ROWS + g], rows[r], weight);
+    constexpr int STEP = P::PER_UNIT * SINGLES;
+    constexpr int AT_ONCE = REGISTER_BYTES == 64 ? GROUP_ROWS : GROUP_ROWS / 2;  // weight rows whose sums fit into registers
+    Singles sums[R * GROUP_ROWS] = {};
+    for (int first = 0; first < GROUP_ROWS; first += AT_ONCE) {
+        Singles some[R][AT_ONCE] = {};
+        for (int64_t k = 0; k < features; k += STEP) {
+            Sums rows[R];
+            for (int r = 0; r < R; r++) rows[r] = P::register_units(x + r * x_stride + k, features - k);
+            for (int g = 0; g < AT_ONCE; g++) {
+                const Sums weight = P::register_units(weights + (first + g) * pitch + k, features - k);
+                for (int r = 0; r < R; r++) some[r][g] = P::multiply_add(some[r][g], rows[r], weight);
             }
         }
+        for (int r = 0; r < R; r++) {
+            for (int g = 0; g < AT_ONCE; g++) sums[r * GROUP_ROWS + first + g] = some[r][g];
+        }
     }
-    return sums_of<R * GROUP_ROWS>(sums);
+    return sums_of_registers<R * GROUP_ROWS>(sums);
 }
 
 }  // namespace manylora

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from manylora.kernels.checks import expect, expect_that
-from manylora.kernels.native.library import NATIVE_DTYPES, native_function
+from manylora.kernels.native.library import NATIVE_DTYPES, native_function, panel_columns
 from manylora.kernels.quantised import Int4Weight, Int8Weight, QuantisedWeight, check_layer
 from manylora.kernels.weight_format import GROUP, INT4_PANEL, INT8_INPUTS, INT8_PANEL, UNIT
 
@@ -47,7 +47,8 @@ class QuantisedLinear:
             self._scales = torch.empty(0)
         wide_bias = torch.zeros(self.out_features) if bias is None else bias.float()
         self._bias = pad(wide_bias, (0, -self.out_features % width))
-        self._row_bytes = pitch + 4 * (num_sums + 1)
+        # CPUs without VNNI keep codes in 16 bits beside those in 8.
+        self._row_bytes = 3 * pitch + 4 * (num_sums + 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
@@ -90,26 +91,30 @@ class QuantisedHead(QuantisedLinear):
 
 
 def _int8_panels(weight: Int8Weight) -> Tensor:
-    """Codes plus 128, [panels, units, INT8_PANEL, UNIT], uint8."""
+    """Codes plus 128, [panels, units, columns of a panel, UNIT], uint8."""
     rows, columns = weight.codes.shape
     codes = pad(weight.codes, (0, -columns % INT8_INPUTS, 0, -rows % INT8_PANEL)).view(torch.uint8)
     panels: Tensor = (
-        codes.unflatten(1, (-1, UNIT)).unflatten(0, (-1, INT8_PANEL)).transpose(1, 2).contiguous()
+        codes.unflatten(1, (-1, UNIT))
+        .unflatten(0, (-1, panel_columns(INT8_PANEL)))
+        .transpose(1, 2)
+        .contiguous()
     )
     return panels.bitwise_xor_(128)
 
 
 def _int4_panels(weight: Int4Weight) -> Tensor:
-    """Per panel and group: codes, [GROUP / UNIT / 2, INT4_PANEL, UNIT], then scales in bfloat16; uint8."""
+    """Per panel and group: codes, [GROUP / UNIT / 2, columns of a panel, UNIT], then scales in bfloat16; uint8."""
     padding = (0, 0, 0, -weight.codes.shape[0] % INT4_PANEL)
+    width = panel_columns(INT4_PANEL)
     codes = (
         pad(weight.codes, padding)
         .unflatten(1, (-1, GROUP // UNIT // 2, UNIT))
-        .unflatten(0, (-1, INT4_PANEL))
+        .unflatten(0, (-1, width))
     )
     scales = (
         pad(weight.scales, padding)
-        .unflatten(0, (-1, INT4_PANEL))
+        .unflatten(0, (-1, width))
         .transpose(1, 2)
         .contiguous()
         .view(torch.uint8)

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -29,6 +29,21 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+// Vectors of one register. Products of many rows use these: 16 floats lie in two or four registers of smaller CPUs, and
+// the compiler moves such a vector through memory.
+#if defined(__AVX512BW__)
+constexpr int REGISTER_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int REGISTER_BYTES = 32;
+#else
+constexpr int REGISTER_BYTES = 16;
+#endif
+constexpr int SINGLES = REGISTER_BYTES / 4;
+constexpr int REGISTERS_OF_LANES = LANES / SINGLES;
+
+typedef float Singles __attribute__((vector_size(REGISTER_BYTES)));
+typedef int32_t Sums __attribute__((vector_size(REGISTER_BYTES)));
 
 // bfloat16 as it lies in memory: the upper half of a float.
 struct Bfloat16 {
@@ -62,6 +77,30 @@ MANYLORA_INLINE Floats load(const int8_t* from) {
 #else
     return __builtin_convertvector(__builtin_convertvector(load_bits<Bytes>(from), Ints), Floats);
 #endif
+}
+
+// 16 lanes of the registers that hold them. Copied one by one: an array that is read across its elements is kept in memory.
+template <class Wide, class Register>
+MANYLORA_INLINE Wide joined(const Register* registers) {
+    Register copies[REGISTERS_OF_LANES];
+    for (int i = 0; i < REGISTERS_OF_LANES; i++) copies[i] = registers[i];
+    return load_bits<Wide>(copies);
+}
+
+MANYLORA_INLINE Singles load_singles(const float* from) { return load_bits<Singles>(from); }
+
+MANYLORA_INLINE Singles load_singles(const Bfloat16* from) {
+    typedef uint16_t Some __attribute__((vector_size(REGISTER_BYTES / 2)));
+    return (Singles)(__builtin_convertvector(load_bits<Some>(from), Sums) << 16);
+}
+
+MANYLORA_INLINE Sums all_equal(int32_t value) { return Sums{} + value; }
+
+// A unit in all lanes.
+MANYLORA_INLINE Sums unit_at(const void* from) {
+    int32_t bits;
+    std::memcpy(&bits, from, sizeof(bits));
+    return all_equal(bits);
 }
 
 MANYLORA_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
@@ -125,11 +164,35 @@ MANYLORA_INLINE void update(T* at, int64_t count, Change change) {
 // Where either is NaN, it is b.
 MANYLORA_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The even lanes of `a` and then of `b` where FIRST is 0, the odd ones where it is 1. The compiler would move vectors of
+// two registers lane by lane.
+template <int FIRST>
+MANYLORA_INLINE Floats every_second(Floats a, Floats b) {
+    __m256 halves[4], found[2];
+    std::memcpy(halves, &a, sizeof(a));
+    std::memcpy(halves + 2, &b, sizeof(b));
+    for (int i = 0; i < 2; i++) {
+        const __m256 lanes = _mm256_shuffle_ps(halves[2 * i], halves[2 * i + 1], FIRST ? 0xDD : 0x88);
+        found[i] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(lanes), 0xD8));
+    }
+    return load_bits<Floats>(found);
+}
+#else
+template <int FIRST>
+MANYLORA_INLINE Floats every_second(Floats a, Floats b) {
+    if constexpr (FIRST == 0) {
+        return MANYLORA_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    } else {
+        return MANYLORA_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    }
+}
+#endif
+
 // Lane pairs combined: the 8 of `a`, then the 8 of `b`.
 template <class Combine>
 MANYLORA_INLINE Floats combine_pairs(Floats a, Floats b, Combine combine) {
-    return combine(MANYLORA_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                   MANYLORA_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+    return combine(every_second<0>(a, b), every_second<1>(a, b));
 }
 
 // Lane i combines the lanes of vector i % N; N is a power of two, at most LANES. The order in which a vector's lanes
@@ -151,6 +214,18 @@ MANYLORA_INLINE Floats combine_lanes(const Floats* vectors, Combine combine) {
 template <int N>
 MANYLORA_INLINE Floats sums_of(const Floats* vectors) {
     return combine_lanes<N>(vectors, [](Floats a, Floats b) { return a + b; });
+}
+
+// Lane i is the sum of the lanes of vector i % N, as `sums_of`; a vector is one register.
+template <int N>
+MANYLORA_INLINE Floats sums_of_registers(const Singles* vectors) {
+    if constexpr (SINGLES == LANES) {
+        return sums_of<N>((const Floats*)vectors);
+    } else {
+        Floats wide[N] = {};
+        for (int i = 0; i < N; i++) std::memcpy(&wide[i], &vectors[i], sizeof(*vectors));
+        return sums_of<N>(wide);
+    }
 }
 
 // 2^x for x <= 0, within 2 units in the last place: exactly 1 at 0, exactly 0 below -126, since a CPU takes a hundred
@@ -186,6 +261,42 @@ constexpr float LOG2_E = 1.44269504088896341f;
 MANYLORA_INLINE Floats exponential(Floats x) { return power_of_two(x * LOG2_E); }
 
 // Rows and columns of 16 x 16 words change places.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// 8 x 8 words change places, from rows of one vector to rows of another.
+MANYLORA_INLINE void transpose_eights(const __m256* rows, __m256* columns) {
+    __m256 pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int n = 0; n < 2; n++) {
+            fours[i + 2 * n] = _mm256_shuffle_ps(pairs[i + n], pairs[i + n + 2], 0x44);
+            fours[i + 2 * n + 1] = _mm256_shuffle_ps(pairs[i + n], pairs[i + n + 2], 0xEE);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        columns[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+        columns[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+    }
+}
+
+MANYLORA_INLINE void transpose(Words* rows) {
+    __m256 halves[LANES][2], columns[2][2][8];
+    std::memcpy(halves, rows, sizeof(halves));
+    for (int i = 0; i < 2; i++) {
+        for (int half = 0; half < 2; half++) {
+            __m256 block[8];
+            for (int n = 0; n < 8; n++) block[n] = halves[8 * i + n][half];
+            transpose_eights(block, columns[half][i]);
+        }
+    }
+    for (int n = 0; n < LANES; n++) {
+        for (int half = 0; half < 2; half++) halves[n][half] = columns[n / 8][half][n % 8];
+    }
+    std::memcpy(rows, halves, sizeof(halves));
+}
+#else
 MANYLORA_INLINE void transpose(Words* rows) {
     const auto exchange = [rows](int distance, auto low, auto high) {
         for (int i = 0; i < LANES; i++) {
@@ -209,6 +320,7 @@ MANYLORA_INLINE void transpose(Words* rows) {
         8, [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
         [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
 }
+#endif
 
 // How operands of a product lie in memory. A unit, 32 bits, is what one multiply-add takes of a row: an element as a
 // float, or two of bfloat16. Left operands are rows of `Stored`, right ones panels of units.
@@ -217,7 +329,14 @@ struct Packed {
     using Stored = float;
     static constexpr int PER_UNIT = 1;
 
-    static MANYLORA_INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    static MANYLORA_INLINE Singles multiply_add(Singles sum, Sums a, Sums b) { return sum + (Singles)a * (Singles)b; }
+    // A register of units of a row, of which `count` elements are left; what is past them is zero.
+    static MANYLORA_INLINE Sums register_units(const T* from, int64_t count) {
+        if (count >= SINGLES) return (Sums)load_singles(from);
+        T padded[SINGLES] = {};
+        std::memcpy(padded, from, count * sizeof(T));
+        return (Sums)load_singles(padded);
+    }
     // 16 units of a row, of which `count` elements are left; what is past them is zero.
     static MANYLORA_INLINE Words row_units(const T* from, int64_t count) {
         return (Words)(count >= LANES ? load(from) : load_some(from, count));
@@ -235,8 +354,11 @@ struct Packed<Bfloat16> {
     using Stored = Bfloat16;
     static constexpr int PER_UNIT = 2;
 
-    static MANYLORA_INLINE Floats multiply_add(Floats sum, Words a, Words b) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    static MANYLORA_INLINE Singles multiply_add(Singles sum, Sums a, Sums b) {
+        return (Singles)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    }
+    static MANYLORA_INLINE Sums register_units(const Bfloat16* from, int64_t count) {
+        return (Sums)row_units(from, count);
     }
     static MANYLORA_INLINE Words row_units(const Bfloat16* from, int64_t count) {
         return (Words)_mm512_maskz_loadu_epi16(count >= 2 * LANES ? ~0u : (1u << count) - 1, from);
@@ -251,11 +373,5 @@ struct Packed<Bfloat16> {
     static MANYLORA_INLINE Words unit(Floats first, Floats second) { return (Words)first >> 16 | (Words)second; }
 };
 #endif
-
-MANYLORA_INLINE Words broadcast(const void* unit) {
-    uint32_t bits;
-    std::memcpy(&bits, unit, sizeof(bits));
-    return Words{} + bits;
-}
 
 }  // namespace manylora

@@ -98,17 +98,24 @@ def _torch() -> Iterator[Finding]:
             )
     else:
         yield Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no CUDA device")
-        yield _cpu_kernels()
+        yield from _cpu_kernels()
 
 
-def _cpu_kernels() -> Finding:
+def _cpu_kernels() -> Iterator[Finding]:
     from manylora.kernels.native.compilation import NativeUnavailableError
     from manylora.kernels.native.library import describe, find_library
+    from manylora.kernels.native.peaks import measure_peaks
 
     try:
-        return Finding("CPU kernels", "ok", describe(find_library()))
+        yield Finding("CPU kernels", "ok", describe(find_library()))
     except NativeUnavailableError as error:
-        return Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
+        yield Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
+        return
+    peaks = measure_peaks()
+    rates = (f"{rate / 1e9:.0f} in {name}" for name, rate in peaks.multiply_adds_per_s.items())
+    products = ", ".join(rates)
+    reads = f"reads {peaks.bytes_per_s / 1e9:.0f} GB/s"
+    yield Finding("CPU speed", "ok", f"{reads}; billions of multiply-adds a second: {products}")
 
 
 def _disk(data_dir: Path) -> Finding:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from manylora.engine.model.linear import (
     PackedLinear,
     can_pack,
-    has_native_bfloat16,
+    has_fast_bfloat16,
     has_native_float16,
     make_head,
     make_linear,
@@ -99,7 +99,7 @@ def test_a_missing_or_wrong_packed_product_is_told_and_not_used(
 
 
 def test_the_probes_of_the_cpu_answer() -> None:
-    assert isinstance(has_native_bfloat16(), bool)
+    assert isinstance(has_fast_bfloat16(), bool)
     assert isinstance(has_native_float16(), bool)
     assert can_pack(torch.float16) <= has_native_float16()
 

@@ -1,0 +1,67 @@
+"""Bounds of all kernels on this CPU: the bytes that it reads and the products that it computes in a second at best."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from manylora.kernels.native.library import find_library
+
+Product = Literal["float32", "bfloat16", "int8", "int4"]
+"""Kinds of products: by the fastest instruction that this CPU has for exact sums of them."""
+PRODUCTS: tuple[Product, ...] = ("float32", "bfloat16", "int8", "int4")
+READ_BYTES = 256 << 20
+"""Bytes of the buffer that is read, many times what a cache holds."""
+RUNS = 5
+RUN_S = 0.02
+FIRST_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPeaks:
+    """Best rates of this CPU with the threads that torch has."""
+
+    bytes_per_s: float
+    """Bytes read from memory."""
+    multiply_adds_per_s: dict[Product, float]
+
+    def seconds(self, num_bytes: float, multiply_adds: float, product: Product) -> float:
+        """Time below which no kernel reads these bytes and computes these products."""
+        return max(num_bytes / self.bytes_per_s, multiply_adds / self.multiply_adds_per_s[product])
+
+
+def measure_peaks() -> CpuPeaks:
+    """Measure this CPU in half a second.
+
+    Raises:
+        NativeUnavailableError: There are no kernels for this machine.
+    """
+    library = find_library()
+    data = torch.ones(READ_BYTES, dtype=torch.uint8)
+    library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.peak_read.restype = ctypes.c_int64
+    read_s = min(_seconds(library.peak_read, data.data_ptr(), READ_BYTES) for _ in range(RUNS))
+    return CpuPeaks(READ_BYTES / read_s, {name: _products(library, name) for name in PRODUCTS})
+
+
+def _products(library: ctypes.CDLL, product: Product) -> float:
+    """Multiply-adds per second: those of the best run, as other processes only make one slower."""
+    multiply: Callable[[int], int] = getattr(library, f"peak_{product}")
+    multiply.argtypes = [ctypes.c_int64]  # type: ignore[attr-defined]
+    multiply.restype = ctypes.c_int64  # type: ignore[attr-defined]
+    steps = FIRST_STEPS
+    while _seconds(multiply, steps) < RUN_S:
+        steps *= 2
+    best_s = min(_seconds(multiply, steps) for _ in range(RUNS))
+    return multiply(steps) / best_s
+
+
+def _seconds(function: Callable[..., int], *arguments: int) -> float:
+    started_s = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - started_s

@@ -30,6 +30,7 @@ from manylora.engine.process.supervisor import (
     CRASH_LOOP_LIFE_S,
     EngineConnection,
     RestartPolicy,
+    problem_during,
 )
 from manylora.engine.process.worker_process import (
     SILENT_S,
@@ -328,8 +329,8 @@ class EngineClient:
         """Read until the engine has ended or stalls, and return what happened. A stalled process still lives."""
         reading = asyncio.create_task(self._read(connection))
         try:
-            problem = await connection.problem_during(
-                reading, StallDetector(SILENT_S, self._stuck_s())
+            problem = await problem_during(
+                reading, connection, StallDetector(SILENT_S, self._stuck_s())
             )
             if reading.done():
                 logger.error(

@@ -87,7 +87,7 @@ class EngineConnection:
             self._input.flush()
         receiving = asyncio.ensure_future(self.receive())
         try:
-            problem = await self.problem_during(receiving, StallDetector(SILENT_START_S, inf))
+            problem = await problem_during(receiving, self, StallDetector(SILENT_START_S, inf))
             await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
             if not receiving.done():
                 raise EngineUnavailableError(
@@ -105,18 +105,11 @@ class EngineConnection:
             )
         return first
 
-    async def problem_during(
-        self, reading: asyncio.Future[Any], detector: StallDetector
-    ) -> str | None:
-        """Wait for the end of `reading`, and return None; or say what happened if the process ends or stalls before."""
-        any_of: set[asyncio.Future[Any]] = {reading, self.exited}
+    async def stall(self, detector: StallDetector) -> str:
+        """Watch the process until it stalls, and return a sentence about that."""
         problem = None
         while problem is None:
-            await asyncio.wait(any_of, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            if self.exited.done():
-                return f"ended with exit code {self.exited.result()}"
-            if reading.done():
-                return None
+            await asyncio.sleep(LOOK_S)
             problem = detector.problem(self._worker.pulse.signs(self.pid))
         return problem
 
@@ -181,6 +174,21 @@ class EngineConnection:
         self._context.destroy(linger=0)
         self._end_input()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def problem_during(
+    reading: asyncio.Future[Any], connection: EngineConnection, detector: StallDetector
+) -> str | None:
+    """Wait for the end of `reading`, and return None; or say what happened if the process ends or stalls before."""
+    watching = asyncio.ensure_future(connection.stall(detector))
+    any_of: set[asyncio.Future[Any]] = {reading, watching, connection.exited}
+    try:
+        await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+        if connection.exited.done():
+            return f"ended with exit code {connection.exited.result()}"
+        return None if reading.done() else watching.result()
+    finally:
+        watching.cancel()
 
 
 class RestartPolicy:

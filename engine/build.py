@@ -18,8 +18,7 @@ import torch
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.blobs.memory import MemoryBlobs
 from manylora.adapters.blobs.store import open_blobs
-from manylora.adapters.lora.step import PagedLora
-from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.step import AdapterTables, PagedLora
 from manylora.adapters.residency.images import HostImages
 from manylora.adapters.residency.load_threads import (
     LoadPace,
@@ -29,6 +28,7 @@ from manylora.adapters.residency.load_threads import (
 )
 from manylora.adapters.residency.loader import AdapterLoader
 from manylora.adapters.residency.residency import Residency
+from manylora.adapters.residency.transfers import Transfers
 from manylora.config import Config
 from manylora.engine.core import EngineCore
 from manylora.engine.execution.costs import StartMeasures
@@ -61,16 +61,15 @@ from manylora.engine.model.spec import (
     resolve_model,
 )
 from manylora.engine.scheduling.kv_pages import KvPages
-from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import ModelLimits
 from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.engine.status import EngineReady, MemoryPlan
 from manylora.engine.text.tokenizer import read_eos_token_ids
 from manylora.errors import ConfigError
 from manylora.kernels.dispatch import kernels_for
 from manylora.kernels.triton.compiles import CompileWatch
-from manylora.memory.arena import Arena, PageCopier
+from manylora.memory.arena import Arena, HostSlab, PageCopier, SwapSpace
 from manylora.memory.eviction import Evictor, PageCosts
-from manylora.memory.host_slab import HostSlab, SwapSpace
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixCache
 
@@ -88,8 +87,6 @@ class EngineParts:
     ready: EngineReady
     tokenizer_path: Path
     """Folder of the checkpoint with the tokenizer's files."""
-    residency: Residency
-    pool: PagePool
     memory: MemoryBlobs
     """Weights of ephemeral versions."""
     grammar_tokens: GrammarTokens
@@ -141,8 +138,8 @@ def build_engine(
     pool = PagePool(num_pages, arena.poison if config.memory.poison else None)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     # Steps of a GPU or of a tiny model leave cores to others.
-    is_in_the_way = device.type == "cpu" and not has_idle_core()
-    pace = LoadPace(config.adapter.load_share if is_in_the_way else 1.0)
+    idle_core = has_idle_core()
+    pace = LoadPace(config.adapter.load_share if device.type == "cpu" and not idle_core else 1.0)
     copier = PageCopier(arena, pace.pause)
     if device.type == "cpu" and not keep_freed_memory():
         logger.debug(
@@ -170,20 +167,18 @@ def build_engine(
         max_pages=pool.capacity - geometry.num_groups,
         pause=pace.pause,
     )
-    residency = Residency(
+    transfers = Transfers(
         loader,
         copier,
         pool,
-        images,
         tables,
         evictor,
-        costs,
         load_queue=LoadQueue(
-            loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()), notify
+            loader_threads(config.adapter.load_threads, has_idle_core=idle_core), notify
         ),
         copy_queue=LoadQueue(copier_thread(), notify),
-        prefixes=prefixes,
     )
+    residency = Residency(transfers, costs, prefixes)
     ready = EngineReady(
         boot_id=secrets.token_hex(8),
         model_path=config.model.path,
@@ -211,9 +206,7 @@ def build_engine(
     )
     runner = _runner(config, decoder, PagedLora(arena, tables, base), slab, residency, limits, plan)
     grammar_tokens = GrammarTokens(folder, limits.eos_token_ids)
-    grammars = Grammars(
-        grammar_tokens.compile, loader_threads(1, has_idle_core=has_idle_core()), notify
-    )
+    grammars = Grammars(grammar_tokens.compile, loader_threads(1, has_idle_core=idle_core), notify)
     scheduler = Scheduler(
         config.scheduler,
         kv,
@@ -233,7 +226,7 @@ def build_engine(
         compiles=CompileWatch().begin(),
     )
     logger.debug("%s", format_plan(plan, ready))
-    return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)
+    return EngineParts(core, ready, folder, loader.memory, grammar_tokens)
 
 
 def _load(folder: Path, shape: BaseShape, load: Callable[[], Decoder]) -> tuple[Decoder, BaseShape]:

@@ -11,30 +11,75 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from manylora.engine.execution.runner import LaunchedStep, ModelRunner
-from manylora.engine.execution.step_history import StepHistory
 from manylora.engine.grammar.masks import Masks
 from manylora.engine.request import PAUSED, GenerationRequest, RequestOutput
-from manylora.engine.scheduling.plan import StepPlan
+from manylora.engine.scheduling.plan import Chunk, StepPlan
 from manylora.engine.scheduling.scheduler import Scheduler
-from manylora.engine.status import EngineLoad, EngineStatus, PauseMode
+from manylora.engine.status import EngineLoad, EngineStatus, PauseMode, StepBatches, StepStats
 from manylora.errors import EngineError
 from manylora.kernels.triton.compiles import CompileWatch
 from manylora.memory.arena import is_device_lost
-from manylora.memory.page_map import page_map
+from manylora.memory.pool import page_map
 
 logger = logging.getLogger(__name__)
 
+NUM_KEPT_STEPS = 256
+NUM_KEPT_BATCHES = 64
+NUM_SHOWN_ADAPTERS = 8
 NUM_KEPT_TENANTS = 256
 MAX_FAILURES = 3
 """The engine gives up when this many plans or steps failed with no good step between them."""
 STEP_FAILED = "step %d failed; its %d requests end with an error"
 CHECK_DIVISOR = 100
 """An idle engine verifies its page counts for at most one second in 100, since a request may come meanwhile."""
+
+
+class StepHistory:
+    """Records the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[StepStats, Counter[str]]] = deque(maxlen=NUM_KEPT_STEPS)
+        """Last steps, each with its number of requests by adapter."""
+
+    def record(self, plan: StepPlan, seconds: float) -> None:
+        """Record a computed step."""
+        batch = Counter(chunk.adapter.digest for chunk in plan.chunks if chunk.adapter is not None)
+        stats = StepStats(
+            step=plan.step,
+            seconds=seconds,
+            requests=len(plan.chunks),
+            tokens=plan.num_tokens,
+            prefill_tokens=sum(len(chunk.token_ids) for chunk in plan.chunks if _is_prefill(chunk)),
+            adapters=len(batch),
+            base_requests=len(plan.chunks) - batch.total(),
+        )
+        self._steps.append((stats, batch))
+
+    def stats(self) -> list[StepStats]:
+        """The last steps, oldest first, at most `NUM_KEPT_STEPS`."""
+        return [stats for stats, _ in self._steps]
+
+    def batches(self) -> StepBatches:
+        """Requests by adapter in the last `NUM_KEPT_BATCHES` steps."""
+        last = list(self._steps)[-NUM_KEPT_BATCHES:]
+        requests: Counter[str] = Counter()
+        for _, batch in last:
+            requests.update(batch)
+        shown = [digest for digest, _ in requests.most_common(NUM_SHOWN_ADAPTERS)]
+        rows = []
+        for step, batch in last:
+            counts = [batch[digest] for digest in shown]
+            rows.append([step.step, step.base_requests, *counts, batch.total() - sum(counts)])
+        return StepBatches(adapters=shown, steps=rows)
+
+
+def _is_prefill(chunk: Chunk) -> bool:
+    return chunk.sample is None or chunk.sample.output_index == 0 or len(chunk.token_ids) > 1
 
 
 class StepInFlight(NamedTuple):
@@ -168,6 +213,7 @@ class EngineCore:
         self._settle()
         table = self._table
         kv = self._kv
+        transfers = self.residency.transfers
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
         return EngineStatus(
             boot_id=self._boot_id,
@@ -183,9 +229,9 @@ class EngineCore:
             last_step_age_s=age,
             num_steps=self.num_steps,
             preemptions=dict(table.preemptions),
-            loads=dict(self.residency.loads),
-            load_seconds=self.residency.load_seconds,
-            load_p95_s=self.residency.load_p95_s,
+            loads=dict(transfers.loads),
+            load_seconds=transfers.load_seconds,
+            load_p95_s=transfers.load_p95_s,
             evictions=dict(kv.evictor.evictions),
             prefix_queries=kv.prefixes.num_queries,
             prefix_hits=kv.prefixes.num_hits,
@@ -216,7 +262,7 @@ class EngineCore:
         self._compiles.end()
         self._drop_steps()
         self._set_stepping(0, 0)
-        self.residency.close()
+        self.residency.transfers.close()
         self._scheduler.close()
         self._masks.close()
         self._runner.close()

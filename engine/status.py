@@ -7,10 +7,10 @@ from typing import Literal
 
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.ref import ResidentAdapter as ResidentAdapter
-from manylora.engine.fairness.prices import Prices, TenantLoad
+from manylora.engine.fairness.service import Prices, TenantLoad
 from manylora.kernels.weight_format import WeightFormat, number_format
 from manylora.memory.geometry import PageGeometry
-from manylora.memory.page_map import PageMap
+from manylora.memory.pool import PageMap
 
 PauseMode = Literal["keep", "wait"]
 """Kind of pause. With `keep` the engine computes nothing, and requests keep their state. With `wait` started requests

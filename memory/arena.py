@@ -1,13 +1,28 @@
-"""The one device allocation, and views of its pages as bytes, elements or KV cache. The pool knows the owners."""
+"""The memory of all pages: the arena, which is the one device allocation, and the slab of host memory.
+
+The arena has views of its pages as bytes, elements or KV cache; the pool knows their owners. The slab has pages of the
+same size, page-locked if a device copies from them. It is thread-safe and has a pool of its own.
+"""
 
 from __future__ import annotations
 
+import logging
+import mmap
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from manylora.config import GIB
+from manylora.errors import ConfigError
 from manylora.memory.geometry import SCALE_BYTES, PageGeometry
+from manylora.memory.pool import PageKind, PagePool
+
+logger = logging.getLogger(__name__)
 
 POISON_BYTE = 0xFF
 """Byte that fills freed pages. Read as bf16, fp16 or fp32 it is NaN, so a read of freed memory shows."""
@@ -205,3 +220,143 @@ class PageCopier:
             for source, page in zip(sources, pages, strict=True):
                 self._arena.bytes[page].copy_(source, non_blocking=True)
         self._stream.synchronize()
+
+
+class HostSlab:
+    """One host allocation with a pool of its own; allocations are all or nothing.
+
+    Args:
+        num_pages: Pages. With 0, nothing is ever handed out.
+        page_bytes: Bytes of a page, as in the arena.
+        pinned: Page-lock the memory, which CUDA copies need to run asynchronously.
+
+    Raises:
+        ConfigError: The system does not let this much memory be page-locked.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, pinned: bool) -> None:
+        self.num_pages = num_pages
+        size = num_pages * page_bytes
+        flat = _own_mapping(size) if pinned and size else torch.empty(size, dtype=torch.uint8)
+        self.pages = flat.view(num_pages, page_bytes)
+        """uint8 [num_pages, page_bytes], not initialised."""
+        self._unpin = _pin(self, flat.data_ptr(), size) if pinned and size else None
+        self._lock = threading.Lock()
+        self._pool = PagePool(num_pages, first_page=0)
+
+    def close(self) -> None:
+        """End the page-locking, after the last copy. The pages stay readable; a second call does nothing."""
+        if self._unpin is not None:
+            self._unpin()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out now."""
+        with self._lock:
+            return self._pool.num_free
+
+    def counts(self) -> dict[str, int]:
+        """Pages by state, as in `PagePool.counts`."""
+        with self._lock:
+            return self._pool.counts()
+
+    def allocate(self, count: int, kind: PageKind = "adapter") -> list[int] | None:
+        """Take `count` pages; if they are not free, return None and take nothing."""
+        with self._lock:
+            return self._pool.allocate(count, kind)
+
+    def free(self, pages: Sequence[int], last_step: int = 0) -> None:
+        """Give pages back; they are free when `last_step` is complete, which is the last one to read or write them.
+
+        Raises:
+            PageAccountingError: If a page is not in use or named twice; then nothing was freed.
+        """
+        with self._lock:
+            self._pool.free(pages, last_step)
+
+    def complete(self, step: int) -> None:
+        """Note that all steps up to `step` are complete, and free the pages that waited for them."""
+        with self._lock:
+            self._pool.complete(step)
+
+    def check(self) -> None:
+        """Verify that every page is either free or in use.
+
+        Raises:
+            PageAccountingError: If pages were lost or doubled.
+        """
+        with self._lock:
+            self._pool.check()
+
+
+def _own_mapping(size: int) -> torch.Tensor:
+    """Allocate exactly `size` bytes, aligned to pages; torch's allocator of pinned memory rounds to powers of two.
+
+    Raises:
+        ConfigError: There is not enough memory.
+    """
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _refusal(size, str(error)) from error
+    with suppress(OSError):  # without huge pages, page-locking takes longer
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _pin(owner: HostSlab, address: int, size: int) -> Callable[[], object]:
+    """Page-lock memory until the result is called, or its owner or the process ends.
+
+    Raises:
+        ConfigError: The system refuses.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostRegister(address, size, 0)
+    if int(status) != 0:
+        raise _refusal(size, cudart.cudaGetErrorString(status))
+
+    def unregister() -> None:
+        status = cudart.cudaHostUnregister(address)
+        if (
+            int(status) != 0
+        ):  # the device is lost; the system frees the memory when the process ends
+            logger.warning("host memory stays page-locked: %s", cudart.cudaGetErrorString(status))
+
+    return weakref.finalize(owner, unregister)
+
+
+def _refusal(size: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"memory.host_gib: {size / GIB:.2f} GiB of host memory cannot be page-locked for the GPU: {reason}; "
+        "take less, or raise the process's limits on memory and locked memory (ulimit -l, docker --ulimit memlock=-1)",
+        param="memory.host_gib",
+    )
+
+
+@dataclass(eq=False)
+class SwapSpace:
+    """The share of the host slab that holds KV of preempted requests."""
+
+    slab: HostSlab
+    """Shared with the adapters' page images."""
+    make_room: Callable[[int], bool]
+    """Drops page images until the given number of host pages is free; returns True if it is."""
+    max_pages: int
+    """Most pages held at once."""
+
+    @property
+    def num_used(self) -> int:
+        """Host pages held, and those that wait for the last step that reads or writes them."""
+        return self.counts()["kv"]
+
+    def take(self, count: int) -> list[int] | None:
+        """Take `count` host pages; if there is no room, return None and take nothing."""
+        if self.num_used + count > self.max_pages or not self.make_room(count):
+            return None
+        return self.slab.allocate(count, "kv")
+
+    def counts(self) -> dict[str, int]:
+        """Pages of the whole slab by kind: free, adapter, kv."""
+        counts = self.slab.counts()
+        num_kv = counts["kv"] + counts["quarantine"]
+        return {"free": counts["free"], "adapter": counts["adapter"], "kv": num_kv}

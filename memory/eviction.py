@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import heapq
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from manylora.errors import PageAccountingError
 from manylora.memory.pool import PageKind, PagePool
@@ -58,10 +58,21 @@ class UseCount:
         self.last_s = max(self.last_s, other.last_s)
 
 
+class EvictionOwner(Protocol):
+    """Owner of items that may be evicted."""
+
+    def reload_cost(self, item: Any, /) -> tuple[float, int]:  # noqa: ANN401 - each owner takes its own items
+        """Seconds to bring an item back, and pages that its eviction frees; both include the items that go with it."""
+
+    def evict(self, item: Any, /) -> None:  # noqa: ANN401
+        """Free the pages of an item and everything that depends on them. Dependent items are withdrawn."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
-class Evictable(ABC):
+class Evictable:
     """An item that may be evicted. Compared by identity."""
 
+    owner: EvictionOwner
     kind: PageKind
     """Kind of its pages."""
     pages: list[int] = field(default_factory=list)
@@ -79,14 +90,6 @@ class Evictable(ABC):
     def num_pages(self) -> int:
         """Number of its own pages."""
         return len(self.pages)
-
-    @abstractmethod
-    def reload_cost(self) -> tuple[float, int]:
-        """Seconds to bring it back, and pages that its eviction frees; both include the items that go with it."""
-
-    @abstractmethod
-    def evict(self) -> None:
-        """Give up the pages and everything that depends on them. Dependent items are withdrawn."""
 
 
 _HeapEntry = tuple[bool, float, int, int, Evictable]
@@ -134,7 +137,7 @@ class Evictor:
         """Allow an item to be evicted. An item that is offered already gets a new score."""
         self.withdraw(item)
         self._last_ticket += 1
-        cost_s, num_pages = item.reload_cost()
+        cost_s, num_pages = item.owner.reload_cost(item)
         score = self._inflation + item.uses.value * cost_s / max(num_pages, 1)
         entry = (item.evict_last, score, -item.depth, self._last_ticket, item)
         self._offered[id(item)] = (entry, item.num_pages)
@@ -154,7 +157,7 @@ class Evictor:
         """Evict an item because an item goes that it depends on, or because its owner wants it."""
         self.withdraw(item)
         self.evictions[item.kind] += 1
-        item.evict()
+        item.owner.evict(item)
 
     def first(self, items: Iterable[Evictable]) -> Evictable | None:
         """The item that goes first among these; None if none of them can go now."""

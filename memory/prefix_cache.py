@@ -80,7 +80,6 @@ class PrefixBlock(Evictable):
     """One cached block: a page per layer group. Its depth counts the blocks before it. Only the cache changes it."""
 
     kind: PageKind = "prefix"
-    cache: PrefixCache
     digest: bytes
     tokens: tuple[int, ...]
     parent: PrefixBlock | None
@@ -89,14 +88,6 @@ class PrefixBlock(Evictable):
     """Cached blocks that follow it, in the order in which they came. A fixed order makes runs repeatable."""
     refs: int = 0
     """Requests that hold it."""
-
-    def reload_cost(self) -> tuple[float, int]:
-        """Seconds to compute the block again, and its pages."""
-        return self.cache.block_s, self.num_pages
-
-    def evict(self) -> None:
-        """Leave the cache together with all blocks that follow."""
-        self.cache.remove(self)
 
 
 class PrefixCache:
@@ -119,7 +110,7 @@ class PrefixCache:
         self._pool = pool
         self._evictor = evictor
         self._clock = clock
-        self.block_s = block_s
+        self._block_s = block_s
         self._blocks: dict[bytes, PrefixBlock] = {}
         self._groups: dict[str | None, dict[PrefixBlock, None]] = {}
         self.on_group_change: Callable[[str], None] | None = None
@@ -213,7 +204,7 @@ class PrefixCache:
         if block is None:
             depth = 0 if parent is None else parent.depth + 1
             block = PrefixBlock(
-                cache=self,
+                owner=self,
                 digest=digest,
                 tokens=tokens,
                 pages=list(pages),
@@ -235,7 +226,7 @@ class PrefixCache:
         """Seconds to compute a group again, and its pages."""
         blocks = self._groups.get(group, {})
         num_pages = next(iter(blocks)).num_pages if blocks else 0
-        return self.block_s * len(blocks), num_pages * len(blocks)
+        return self._block_s * len(blocks), num_pages * len(blocks)
 
     def evict_group(self, group: str) -> None:
         """Evict all blocks of an adapter that leaves the device.
@@ -257,8 +248,12 @@ class PrefixCache:
             if not block.refs:
                 self._evictor.take(block)
 
-    def remove(self, block: PrefixBlock) -> None:
-        """Free the pages of a block and of all blocks that follow it; called by `PrefixBlock.evict`.
+    def reload_cost(self, block: PrefixBlock) -> tuple[float, int]:
+        """Seconds to compute a block again, and its pages."""
+        return self._block_s, block.num_pages
+
+    def evict(self, block: PrefixBlock) -> None:
+        """Free the pages of a block and of all blocks that follow it. The evictor calls this.
 
         Raises:
             PageAccountingError: A request holds one of them.

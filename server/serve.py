@@ -15,10 +15,10 @@ import structlog
 from manylora.adapters.blobs.memory import MemoryBlobs
 from manylora.adapters.blobs.store import BlobStore, open_blobs
 from manylora.config import GIB, Config
+from manylora.engine.execution.memory_plan import check_start
 from manylora.engine.model.spec import resolve_model
 from manylora.engine.process.client import EngineClient
 from manylora.engine.process.worker_process import Worker
-from manylora.engine.start_checks import check_start
 from manylora.engine.status import EngineReady
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, NotFoundError

@@ -1,30 +1,105 @@
 """Adapters that are on the device or on their way there, as the evictor sees them, and what is remembered of others.
 
+An adapter slot is a row of the adapter tables. Here are the adapter in each, and its generation.
+
 The size, the uses and the load times of an adapter are remembered while it is in no memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from manylora.adapters.ref import AdapterRef, AdapterTier
 from manylora.adapters.residency.images import HostImage
 from manylora.adapters.residency.load_threads import LAST_TURN, LoadJob
-from manylora.adapters.residency.slots import SlotLease
-from manylora.errors import ManyloraError, PageAccountingError
+from manylora.errors import ManyloraError, PageAccountingError, StaleSlotError
 from manylora.memory.eviction import Evictable, UseCount
-from manylora.memory.pool import PageKind
-
-if TYPE_CHECKING:
-    from manylora.adapters.residency.residency import Residency
+from manylora.memory.pool import PageKind, PagePool
 
 NUM_LOADS = 32
 """Number of last loads of each adapter that count in its load times."""
 PERCENT = 95
 """Share of the last loads that `LoadTimes.p95_s` covers."""
+
+
+class SlotLease(NamedTuple):
+    """An adapter slot in one generation."""
+
+    slot: int
+    generation: int
+    digest: str
+
+
+class AdapterSlots:
+    """Hands out adapter slots. Each time a slot is taken, its generation goes up.
+
+    Args:
+        count: Number of slots.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._pool = PagePool(count, first_page=0)
+        """Pool of the slots, which are handed out and quarantined like pages."""
+        self.complete = self._pool.complete
+        """Note that all steps up to one are complete."""
+        self._generations = [0] * count
+        self._leases: list[SlotLease | None] = [None] * count
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken now."""
+        return self._pool.num_free
+
+    @property
+    def all_taken(self) -> bool:
+        """True if no slot can be taken now or once a step is complete."""
+        return not self._pool.num_free and not self._pool.num_quarantined
+
+    def take(self, digest: str) -> SlotLease | None:
+        """Take a slot for an adapter; None if none is free."""
+        slots = self._pool.allocate(1, "adapter")
+        if slots is None:
+            return None
+        (slot,) = slots
+        self._generations[slot] += 1
+        lease = self._leases[slot] = SlotLease(slot, self._generations[slot], digest)
+        return lease
+
+    def free(self, slot: int, last_step: int) -> None:
+        """Free a slot; it can be taken again once `last_step` is complete.
+
+        Raises:
+            PageAccountingError: The slot is free.
+        """
+        self._pool.free([slot], last_step)
+        self._leases[slot] = None
+
+    def check_lease(self, lease: SlotLease) -> None:
+        """Verify that a lease still holds.
+
+        Raises:
+            StaleSlotError: The slot was freed or reused since, or never had that adapter.
+        """
+        current = self._leases[lease.slot] if 0 <= lease.slot < len(self._leases) else None
+        if current != lease:
+            raise StaleSlotError(
+                f"adapter slot {lease.slot} is {current or 'free'}, expected {lease}"
+            )
+
+    def check(self, owners: Mapping[int, str]) -> None:
+        """Verify that exactly these slots are taken, by these adapters.
+
+        Raises:
+            PageAccountingError: If not, or if a slot is in two places.
+        """
+        self._pool.check()
+        taken = {slot: lease.digest for slot, lease in enumerate(self._leases) if lease is not None}
+        if taken != owners or len(taken) != self._pool.counts()["adapter"]:
+            raise PageAccountingError(f"adapter slots: {len(taken)} taken, owners are {owners}")
 
 
 class LoadTimes:
@@ -122,7 +197,6 @@ class AdapterEntry(Evictable):
     ref: AdapterRef
     known: KnownAdapter
     entered_s: float
-    residency: Residency
     kind: PageKind = "adapter"
     stage: Stage = Stage.QUEUED
     origin: AdapterTier = "stored"
@@ -161,14 +235,6 @@ class AdapterEntry(Evictable):
     def slot(self) -> int:
         """Its adapter slot; -1 without pages."""
         return -1 if self.lease is None else self.lease.slot
-
-    def reload_cost(self) -> tuple[float, int]:
-        """Seconds to bring it and its cached prefixes back, and their pages."""
-        return self.residency.reload_cost(self)
-
-    def evict(self) -> None:
-        """Leave the device together with its cached prefixes."""
-        self.residency.evict(self)
 
 
 class AdapterEntries(dict[str, AdapterEntry]):

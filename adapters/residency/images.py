@@ -13,7 +13,7 @@ import torch
 
 from manylora.adapters.lora.layout import LoraLayout
 from manylora.errors import PageAccountingError
-from manylora.memory.host_slab import HostSlab
+from manylora.memory.arena import HostSlab
 
 
 @dataclass(eq=False, kw_only=True)

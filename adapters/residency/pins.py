@@ -31,7 +31,7 @@ class Pins:
         self._max_pages = num_pages // PIN_DIVISOR
         self._pinned: dict[str, AdapterRef] = {}
         self._failed: set[str] = set()
-        self._absent: set[str] = set()
+        self.absent: set[str] = set()
         """Pinned adapters that are neither on the device nor on their way, and can be loaded."""
         self._missing: list[AdapterRef] | None = None
         """First absent adapters in the order of pinning; None after a change."""
@@ -61,14 +61,14 @@ class Pins:
 
     def entered(self, digest: str) -> None:
         """Note that an adapter is on its way."""
-        if digest in self._absent:
-            self._absent.remove(digest)
+        if digest in self.absent:
+            self.absent.remove(digest)
             self._missing = None
 
     def left(self, digest: str) -> None:
         """Note that an adapter is neither on the device nor on its way any more."""
         if digest in self._pinned and digest not in self._failed:
-            self._absent.add(digest)
+            self.absent.add(digest)
             self._missing = None
 
     def note_load(self, digest: str, succeeded: bool) -> None:
@@ -107,6 +107,6 @@ class Pins:
     def missing(self) -> Sequence[AdapterRef]:
         """The first pinned adapters that are neither on the device nor on their way, and can be loaded."""
         if self._missing is None:
-            absent = (ref for digest, ref in self._pinned.items() if digest in self._absent)
+            absent = (ref for digest, ref in self._pinned.items() if digest in self.absent)
             self._missing = list(islice(absent, LOOK_AHEAD))
         return self._missing

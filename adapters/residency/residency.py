@@ -1,9 +1,7 @@
-"""Places of the adapters: on the device, in host memory, or on their way; their slots, pages and references.
+"""Places of the adapters: on the device, in host memory, or on their way; the references to them, and what stays.
 
-Loader threads read blobs and pack images, another thread copies pages to the device. State that the engine can see
-changes only in calls from the engine's thread, mostly in `tick`. Knows digests, never names, tenants or requests.
-
-    QUEUED --load--> LOADING --image--> PLACING --pages and slot--> COPYING --table row--> DEVICE --evict--> host
+Knows digests, never names, tenants or requests. State that the engine can see changes only in calls from the engine's
+thread, mostly in `tick`.
 
 An adapter on the device is idle if no request runs with it and no waiting request holds it. Idle adapters are offered
 to the evictor, except those that a pin keeps. A waiting request has a hold, never pages of its own. Keys and values
@@ -13,43 +11,27 @@ that were computed with an adapter leave the prefix cache with it.
 from __future__ import annotations
 
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from manylora.adapters.lora.tables import AdapterTables
 from manylora.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
 from manylora.adapters.residency.entry import (
-    AdapterEntries,
     AdapterEntry,
     KnownAdapters,
     LoadFailure,
-    LoadTimes,
+    SlotLease,
     Stage,
 )
-from manylora.adapters.residency.images import HostImage, HostImages
-from manylora.adapters.residency.load_threads import LAST_TURN, LoadJob, LoadQueue
-from manylora.adapters.residency.loader import AdapterLoader
+from manylora.adapters.residency.load_threads import LAST_TURN
 from manylora.adapters.residency.pins import Pins
-from manylora.adapters.residency.slots import AdapterSlots, SlotLease
+from manylora.adapters.residency.transfers import Transfers
 from manylora.errors import EngineError, ManyloraError, PageAccountingError
-from manylora.memory.arena import PageCopier
-from manylora.memory.eviction import Evictable, Evictor, PageCosts
-from manylora.memory.pool import PagePool
+from manylora.memory.eviction import PageCosts
 from manylora.memory.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
-HOLD_DIVISOR = 4
-"""Adapters that only wait for requests may have 1 / HOLD_DIVISOR of the pool's pages. One adapter always may."""
-MAX_UNDER_WAY = 16
-"""Largest number of adapters from the store that are loading or have an image but no pages yet. It bounds their host
-memory. Adapters from host memory have an equal number of their own, so that no copy waits behind loads."""
-NUM_LOADS = 256
-"""Number of last loads that count for `load_p95_s`, for the store and for host memory each."""
 MAX_KNOWN = 1 << 16
 """Number of adapters whose size and uses are remembered after they left memory."""
 
@@ -58,65 +40,26 @@ MAX_KNOWN = 1 << 16
 class Residency:
     """Places of the adapters. All methods are called from the engine's thread."""
 
-    loader: AdapterLoader
-    """Makes page images of stored adapters."""
-    copier: PageCopier
-    """Copies page images to the device."""
-    pool: PagePool
-    """Pages, shared with the KV cache."""
-    images: HostImages
-    """Page images in host memory."""
-    tables: AdapterTables
-    """Places of the weights, for the kernels."""
-    evictor: Evictor
-    """Makes room; idle adapters are offered to it."""
+    transfers: Transfers
+    """Brings adapters to the device, and frees what they had. The residency sets its `on_end`."""
     costs: PageCosts
     """Times to bring an adapter back."""
-    _: KW_ONLY
-    load_queue: LoadQueue
-    """Runs loads, and tells when `tick` has something to do. `close` closes it."""
-    copy_queue: LoadQueue
-    """Runs copies beside the loads, so that no copy waits behind a load. `close` closes it."""
     prefixes: PrefixCache
     """Cached KV, which goes with its adapter. The residency sets its `on_group_change`."""
-    clock: Callable[[], float] = time.monotonic
-    """Monotonic seconds."""
 
     def __post_init__(self) -> None:
+        transfers = self.transfers
+        transfers.on_end = self._note_end
         self.prefixes.on_group_change = self._rescore
-        self.slots = AdapterSlots(self.tables.slots)
-        self._pins = Pins(self.tables.slots, self.pool.capacity)
+        self._pool = transfers.pool
+        self._images = transfers.images
+        self._evictor = transfers.evictor
+        self.slots = transfers.slots
+        self.entries = transfers.entries
+        self._pins = Pins(transfers.tables.slots, self._pool.capacity)
         self.known = KnownAdapters(MAX_KNOWN)
-        self.entries = AdapterEntries()
-        self._copied_pages = 0
-        """Pages that the engine's thread copied since the last tick."""
         self._failures: list[LoadFailure] = []
         """Failures that the next tick returns."""
-        self.loads: Counter[str] = Counter()
-        """Loads since start by `from>to:result`, for example `stored>device:ok` or `host>device:failed`."""
-        self._load_times: dict[str, LoadTimes] = {}
-        self.load_seconds = 0.0
-        """Sum of all load times, each from the first hold to the device."""
-        self.reserve_pages = 0
-        """Free or evictable pages that are left to running requests when an adapter gets its pages."""
-
-    @property
-    def load_p95_s(self) -> dict[str, float]:
-        """95th percentile of the last 256 load times in seconds, by `from>to` of loads that occurred."""
-        return {
-            path: times.p95_s for path, times in self._load_times.items() if times.p95_s is not None
-        }
-
-    @property
-    def is_copying(self) -> bool:
-        """True while an adapter is being copied to the device: its pages cannot be used or freed yet."""
-        return bool(self.entries.by_stage[Stage.COPYING])
-
-    @property
-    def lacks_slot(self) -> bool:
-        """True if no slot is free, cooling down, or owned by an adapter that can go."""
-        on_device = self.entries.by_stage[Stage.DEVICE].values()
-        return self.slots.all_taken and not any(entry in self.evictor for entry in on_device)
 
     def state(self, digest: str) -> AdapterTier:
         """Nearest memory that has the adapter now."""
@@ -125,7 +68,7 @@ class Residency:
             return "device"
         return (
             "host"
-            if digest in self.images or (entry is not None and entry.image is not None)
+            if digest in self._images or (entry is not None and entry.image is not None)
             else "stored"
         )
 
@@ -150,12 +93,9 @@ class Residency:
         entry = self.entries.get(ref.digest) or self._enter(ref)
         entry.is_forgotten = False
         self.entries.set_holds(entry, entry.holds + 1)
-        self.evictor.withdraw(entry)
-        if (
-            entry.stage is Stage.QUEUED
-            and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY
-        ):
-            self._start(entry)
+        self._evictor.withdraw(entry)
+        if entry.stage is Stage.QUEUED:
+            self.transfers.start_queued([entry])
 
     def warm(self, ref: AdapterRef) -> None:
         """Bring an adapter to host memory, and to the device if it has room beside what is in use.
@@ -164,7 +104,7 @@ class Residency:
         only one load.
         """
         if ref.digest not in self.entries:
-            self._start(self._enter(ref, is_unrequested=True), is_paced=False)
+            self.transfers.start(self._enter(ref, is_unrequested=True), is_paced=False)
 
     def release_hold(self, digest: str) -> None:
         """Drop one hold. Does nothing if there is none, because a failed load drops all holds."""
@@ -183,21 +123,11 @@ class Residency:
             digests: Adapters of waiting requests, in the order in which these are served; may repeat.
         """
         coming = self.entries.coming()
+        if not coming:
+            return
+        turns = {digest: turn for turn, digest in enumerate(dict.fromkeys(digests))}
         for entry in coming:
-            entry.turn = LAST_TURN
-        num_left = len(coming)
-        for turn, digest in enumerate(digests):
-            if not num_left:
-                break
-            expected = self.entries.get(digest)
-            if (
-                expected is not None
-                and expected.stage is not Stage.DEVICE
-                and expected.turn == LAST_TURN
-            ):
-                expected.turn = turn
-                num_left -= 1
-        for entry in coming:
+            entry.turn = turns.get(entry.ref.digest, LAST_TURN)
             if entry.job is not None:
                 entry.job.turn = entry.turn
 
@@ -208,7 +138,7 @@ class Residency:
             return None
         entry.running += 1
         self.entries.count_held(entry)
-        self.evictor.withdraw(entry)
+        self._evictor.withdraw(entry)
         return entry.lease
 
     def release(self, digest: str, last_step: int = 0) -> None:
@@ -230,7 +160,7 @@ class Residency:
             entry.last_step = max(entry.last_step, last_step)
             entry.known.num_runs += 1
             # Its arrival was counted for the first request that ran with it; this notes only the time of the last use.
-            self.evictor.used(entry, weight=0.0 if entry.is_counted else 1.0)
+            self._evictor.used(entry, weight=0.0 if entry.is_counted else 1.0)
             entry.is_counted = False
         self._settle(entry)
 
@@ -247,7 +177,7 @@ class Residency:
         self._unpin(digest)
         self._apply_pins()
         self.known.forget(digest)
-        self.images.drop(digest)
+        self._images.drop(digest)
         entry = self.entries.get(digest)
         if entry is not None:
             entry.is_forgotten = True
@@ -265,17 +195,20 @@ class Residency:
         Raises:
             Exception: A load or a copy failed because the device is lost; see `is_device_lost`.
         """
-        self.pool.complete(step)
-        self.slots.complete(self.pool.completed_step)
-        self._copied_pages = 0
-        for job in [*self.copy_queue.take_done(), *self.load_queue.take_done()]:
-            self._take_in(job)
-        for digest in self.images.take_gone():
+        self._pool.complete(step)
+        self.slots.complete(self._pool.completed_step)
+        transfers = self.transfers
+        transfers.copied_pages = 0
+        for job in [*transfers.copy_queue.take_done(), *transfers.load_queue.take_done()]:
+            transfers.take_in(job)
+        for digest in self._images.take_gone():
             self._rescore(digest)
         for entry in self.entries.in_turn(Stage.PLACING):
             if entry.holds:
-                self._place(entry)
-        self._start_queued()
+                transfers.place(entry)
+        queued = self.entries.in_turn(Stage.QUEUED)
+        if queued:
+            transfers.start_queued(queued)
         self._bring_pinned()
         failures, self._failures = self._failures, []
         for failure in (
@@ -289,7 +222,7 @@ class Residency:
 
     def residents(self) -> list[ResidentAdapter]:
         """Adapters in memory or on their way there, those on the device first."""
-        pages = self.images.page_counts()
+        pages = self._images.page_counts()
         entries = sorted(self.entries.values(), key=lambda entry: entry.stage is not Stage.DEVICE)
         started = [entry.ref.digest for entry in entries if entry.stage is not Stage.QUEUED]
         return [self._resident(digest, pages) for digest in dict.fromkeys([*started, *pages])]
@@ -324,14 +257,14 @@ class Residency:
                 those that may be evicted.
         """
         self.entries.check()
-        self.images.check(num_swap_pages)
+        self._images.check(num_swap_pages)
         self.slots.check(
             {entry.slot: entry.ref.digest for entry in self.entries.values() if entry.slot >= 0}
         )
         pages = [page for entry in self.entries.values() for page in entry.pages]
-        if len(set(pages)) != len(pages) or len(pages) != self.pool.counts()["adapter"]:
+        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["adapter"]:
             raise PageAccountingError(
-                f"adapters hold {len(pages)} pages, the pool says {self.pool.counts()}"
+                f"adapters hold {len(pages)} pages, the pool says {self._pool.counts()}"
             )
         for entry in self.entries.values():
             on_device = entry.stage is Stage.DEVICE
@@ -343,7 +276,7 @@ class Residency:
                 raise PageAccountingError(
                     f"adapter {entry.ref.digest} has other pages, slot or image than the stage {entry.stage.name} needs"
                 )
-            if (entry in self.evictor) != (entry.is_idle and not entry.is_kept):
+            if (entry in self._evictor) != (entry.is_idle and not entry.is_kept):
                 raise PageAccountingError(
                     f"adapter {entry.ref.digest} is both in use and evictable, or neither"
                 )
@@ -360,7 +293,7 @@ class Residency:
         """Seconds to bring an adapter and its cached KV back, and the pages of both."""
         page_s = (
             self.costs.copy_s
-            if entry.ref.digest in self.images
+            if entry.ref.digest in self._images
             else self.costs.copy_s + self.costs.load_s
         )
         group_s, group_pages = self.prefixes.group_reload_cost(entry.ref.digest)
@@ -369,23 +302,12 @@ class Residency:
     def evict(self, entry: AdapterEntry) -> None:
         """Take an adapter off the device, or stop bringing it. An entry ends nowhere else.
 
-        Its pages, slot, image and cached KV are freed. The evictor calls this by `AdapterEntry.evict`.
+        Its pages, slot, image and cached KV are freed. The evictor calls this.
         """
         if entry.stage is Stage.DEVICE:
             self.prefixes.evict_group(entry.ref.digest)
-        self.entries.remove(entry)
         self._pins.left(entry.ref.digest)
-        if entry.image is not None:
-            self.images.release(entry.image)
-        if entry.slot >= 0:
-            self.pool.free(entry.pages, entry.last_step)
-            self.slots.complete(self.pool.completed_step)
-            self.slots.free(entry.slot, entry.last_step)
-
-    def close(self) -> None:
-        """Drop waiting work, and return when running work is done."""
-        self.load_queue.close()
-        self.copy_queue.close()
+        self.transfers.drop(entry)
 
     def _enter(self, ref: AdapterRef, *, is_unrequested: bool = False) -> AdapterEntry:
         known = self.known[ref.digest]
@@ -393,183 +315,66 @@ class Residency:
             ref=ref,
             known=known,
             uses=known.uses,
-            entered_s=self.clock(),
-            residency=self,
+            entered_s=self.transfers.clock(),
+            owner=self,
             is_unrequested=is_unrequested,
         )
         self.entries.add(entry)
         self._pins.entered(ref.digest)
         return entry
 
-    def _origin(self, digest: str) -> AdapterTier:
-        return "host" if digest in self.images else "stored"
-
-    def _start_queued(self) -> None:
-        queued = self.entries.in_turn(Stage.QUEUED)
-        num_under_way = self.entries.num_under_way() if queued else Counter()
-        for entry in queued:
-            origin = self._origin(entry.ref.digest)
-            if num_under_way[origin] < MAX_UNDER_WAY:
-                num_under_way[origin] += 1
-                self._start(entry)
-
-    def _start(self, entry: AdapterEntry, *, is_paced: bool = True) -> None:
-        ref = entry.ref
-        entry.image = self.images.hold(ref.digest)
-        if entry.image is not None:
-            entry.origin = "host"
-            self.entries.advance(entry, Stage.PLACING)
-            entry.known.num_pages = len(entry.image.pages)
-            self._place(entry)
-            return
-        entry.origin = "stored"
-        self.entries.advance(entry, Stage.LOADING)
-        entry.known.num_runs = 0
-        load = (
-            partial(self.loader.load, ref)
-            if is_paced
-            else partial(self.loader.load, ref, is_paced=False)
-        )
-        entry.job = LoadJob(ref.digest, load, turn=entry.turn)
-        self.load_queue.submit(entry.job)
-
     def _bring_pinned(self) -> None:
         """Bring one pinned adapter at a time, while no held adapter lacks room or a loader."""
         placing = list(self.entries.by_stage[Stage.PLACING].values())
-        missing = self._pins.missing()
-        if not placing and not missing:
+        if not placing and not self._pins.absent:
             return
         has_room = not any(
             entry.holds for entry in (*placing, *self.entries.by_stage[Stage.QUEUED].values())
         )
         for entry in [entry for entry in placing if not entry.holds]:
             if has_room and self._has_room_for_pin(entry.known.num_pages or 0):
-                self._place(entry)
+                self.transfers.place(entry)
             if entry.stage is Stage.PLACING:
-                self.evict(
-                    entry
-                )  # its image stays in the slab, if there is room; it is tried again later
+                self.evict(entry)  # its image may stay in the slab; it is tried again later
         if has_room and not any(entry.is_unrequested for entry in self.entries.coming()):
             ref = next(
-                (ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)),
+                (
+                    ref
+                    for ref in self._pins.missing()
+                    if self._has_room_for_pin(self.pages_needed(ref) or 1)
+                ),
                 None,
             )
             if ref is not None:
-                self._start(self._enter(ref, is_unrequested=True))
+                self.transfers.start(self._enter(ref, is_unrequested=True))
 
-    def _take_in(self, job: LoadJob) -> None:
-        if job.device_error is not None:
-            raise job.device_error
-        entry = self.entries[job.digest]
-        entry.job = None
-        if job.image is None:
-            self._fail(entry, job.error)
-            return
-        if entry.stage is Stage.LOADING:
-            self.images.add(job.image, keep=not entry.is_forgotten)
-            entry.image = job.image
-            self.entries.advance(entry, Stage.PLACING)
-            entry.known.num_pages = len(job.image.pages)
-        else:
-            self._arrive(entry, job.image)
-        self._settle(entry)
-
-    def _fail(self, entry: AdapterEntry, error: ManyloraError | None) -> None:
-        self.loads[f"{entry.origin}>device:failed"] += 1
-        self._pins.note_load(entry.ref.digest, succeeded=False)
-        was_held = entry.holds > 0
-        self.entries.set_holds(entry, 0)
-        self.evict(entry)
-        if not was_held:
-            logger.warning("adapter %s could not be loaded: %s", entry.ref.digest, error)
-        elif error is not None:
-            self._failures.append(LoadFailure(entry.ref.digest, error))
-
-    def _place(self, entry: AdapterEntry) -> None:
-        """Start the copy to the device if there is room for the whole adapter."""
-        image = entry.image
-        if image is None or (entry.holds and not self._may_hold(len(image.pages))):
-            return
-        if not self._make_room(len(image.pages)):
-            return
-        lease = self.slots.take(entry.ref.digest)
-        pages = (
-            self.pool.allocate(len(image.pages), "adapter", lease.slot)
-            if lease is not None
-            else None
-        )
-        if pages is None:
-            raise PageAccountingError("the pages that were freed for an adapter are not free")
-        entry.pages = pages
-        entry.lease = lease
-        self.entries.advance(entry, Stage.COPYING)
-        self.entries.count_held(entry)
-        is_small = self._copied_pages + len(pages) <= self.copier.pages_at_once
-        fence = None if is_small else self.copier.fence()
-
-        def copy() -> HostImage:
-            if is_small:
-                self.copier.copy_now(image.pages, pages)
+    def _note_end(self, entry: AdapterEntry, error: ManyloraError | None) -> None:
+        """Take note that a load or a copy has ended."""
+        digest = entry.ref.digest
+        if error is not None:
+            self._pins.note_load(digest, succeeded=False)
+            was_held = entry.holds > 0
+            self.entries.set_holds(entry, 0)
+            self.evict(entry)
+            if was_held:
+                self._failures.append(LoadFailure(digest, error))
             else:
-                self.copier.copy(image.pages, pages, fence)
-            return image
-
-        entry.job = LoadJob(entry.ref.digest, copy, turn=entry.turn)
-        if is_small:
-            self._copied_pages += len(pages)
-            self.copy_queue.run_now(entry.job)
-            self._take_in(entry.job)
-        else:
-            self.copy_queue.submit(entry.job)
-
-    def _arrive(self, entry: AdapterEntry, image: HostImage) -> None:
-        self.tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
-        self.entries.advance(entry, Stage.DEVICE)
-        entry.image = None
-        self.images.release(image)
-        self.evictor.used(entry)
-        entry.is_counted = True
-        self.loads[f"{entry.origin}>device:ok"] += 1
-        seconds = self.clock() - entry.entered_s
-        self.load_seconds += seconds
-        entry.known.loads.note(seconds)
-        self._load_times.setdefault(f"{entry.origin}>device", LoadTimes(NUM_LOADS)).note(seconds)
-        if entry.ref.digest in self._pins:
-            self._pins.note_load(entry.ref.digest, succeeded=True)
+                logger.warning("adapter %s could not be loaded: %s", digest, error)
+            return
+        if entry.stage is Stage.DEVICE and digest in self._pins:
+            self._pins.note_load(digest, succeeded=True)
             self._apply_pins()
-
-    def _may_hold(self, num_pages: int) -> bool:
-        """True if an adapter of `num_pages` pages may join those that only wait for their requests."""
-        held_pages = self.entries.held_pages
-        return held_pages == 0 or held_pages + num_pages <= self.pool.capacity // HOLD_DIVISOR
+        self._settle(entry)
 
     def _has_room_for_pin(self, num_pages: int) -> bool:
         """True if a pin may keep an adapter of `num_pages` pages, and it has room beside everything that is in use."""
-        return (
-            self._pins.has_share(num_pages)
-            and self.evictor.num_available - num_pages >= self.reserve_pages
-            and (self.slots.num_free > 0 or self._slot_victim() is not None)
-        )
-
-    def _make_room(self, num_pages: int) -> bool:
-        """Get pages and a slot free for one adapter. If eviction cannot free enough, nothing is evicted."""
-        if self.evictor.num_available - num_pages < self.reserve_pages:
-            return False
-        self.slots.complete(self.pool.completed_step)
-        if self.slots.num_free:
-            return self.evictor.make_room(num_pages)
-        victim = self._slot_victim()
-        return victim is not None and self.evictor.make_room(num_pages, victim)
-
-    def _slot_victim(self) -> Evictable | None:
-        """The adapter that goes first if only a slot is lacking."""
-        return self.evictor.first(self.entries.by_stage[Stage.DEVICE].values())
+        return self._pins.has_share(num_pages) and self.transfers.has_room(num_pages)
 
     def _rescore(self, digest: str) -> None:
         """Renew the offer of an adapter, if there is one: its reload cost has changed."""
         entry = self.entries.get(digest)
-        if entry is not None and entry in self.evictor:
-            self.evictor.offer(entry)
+        if entry is not None and entry in self._evictor:
+            self._evictor.offer(entry)
 
     def _apply_pins(self) -> None:
         for entry in self._pins.apply(self.entries):
@@ -588,16 +393,16 @@ class Residency:
             return
         if entry.stage is Stage.DEVICE:
             if entry.is_forgotten:
-                self.evictor.take(entry)
+                self._evictor.take(entry)
             elif entry.is_kept:
-                self.evictor.withdraw(entry)
+                self._evictor.withdraw(entry)
             else:
-                self.evictor.offer(entry)
+                self._evictor.offer(entry)
         elif entry.is_unrequested:
             return
         elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
             entry.stage is Stage.LOADING
             and entry.job is not None
-            and self.load_queue.cancel(entry.job)
+            and self.transfers.load_queue.cancel(entry.job)
         ):
             self.evict(entry)

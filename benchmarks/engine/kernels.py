@@ -19,8 +19,7 @@ import torch
 
 from manylora.adapters.base_shape import SITES, BaseShape
 from manylora.adapters.lora.layout import plan_layout
-from manylora.adapters.lora.step import LoraStep, PagedLora
-from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.step import AdapterTables, LoraStep, PagedLora
 from manylora.benchmarks.model_shapes import ModelShape
 from manylora.config import KvDtype
 from manylora.kernels.attention_batch import AttentionBatch

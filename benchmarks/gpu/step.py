@@ -123,7 +123,7 @@ def check_captures(setup: Setup) -> None:
     Raises:
         EngineError: None could be captured.
     """
-    programs = setup.engine.core._runner._programs
+    programs = setup.engine.core._runner.programs
     if programs and not programs.num_recorded and not setup.is_eager:
         raise EngineError(
             "no step could be captured as a CUDA graph; the log above says why. --eager needs none"

@@ -11,20 +11,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from manylora.engine.execution.host_rows import host_rows
-from manylora.engine.execution.packed_step import pack_step
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.execution.packed_step import host_rows, pack_step
+from manylora.engine.fairness.service import Prices
 from manylora.engine.model.decoder import Decoder, KvViews
 from manylora.engine.scheduling.plan import Chunk, StepPlan
-from manylora.memory.arena import Arena, PageCopier
-from manylora.memory.block_table import BlockTable
+from manylora.engine.scheduling.request_pages import BlockTable
+from manylora.memory.arena import Arena, HostSlab, PageCopier
 from manylora.memory.eviction import PageCosts
-from manylora.memory.host_slab import HostSlab
 from manylora.memory.pool import PagePool
 
 logger = logging.getLogger(__name__)
@@ -40,31 +39,21 @@ SHORT_CONTEXT = 16
 LONG_CONTEXT = 256
 
 
+@dataclass(eq=False)
 class StartMeasures:
-    """Times the base model and its pages before the first request.
+    """Times the base model and its pages before the first request."""
 
-    Args:
-        decoder: The base model.
-        arena: Its pages. None is in use yet.
-        pool: Pool of these pages. Every measurement gives its pages back.
-        max_tokens: Longest prompt that the model takes.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        arena: Arena,
-        pool: PagePool,
-        *,
-        max_tokens: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._decoder = decoder
-        self._arena = arena
-        self._pool = pool
-        self._max_tokens = max_tokens
-        self._clock = clock
+    decoder: Decoder
+    """The base model."""
+    arena: Arena
+    """Its pages. None is in use yet."""
+    pool: PagePool
+    """Pool of these pages. Every measurement gives its pages back."""
+    _: KW_ONLY
+    max_tokens: int
+    """Longest prompt that the model takes."""
+    clock: Callable[[], float] = time.perf_counter
+    """Monotonic seconds."""
 
     def costs(self, slab: HostSlab, copier: PageCopier) -> PageCosts:
         """Copy pages, hash and pack one, and compute a chunk of a prompt.
@@ -73,7 +62,7 @@ class StartMeasures:
             slab: Host pages, from which copies are made.
             copier: Copies to the device.
         """
-        page_bytes = self._arena.geometry.page_bytes
+        page_bytes = self.arena.geometry.page_bytes
         # A slab page is pinned if the device needs it, and the slab is not used yet.
         source = (
             slab.pages[0].zero_() if slab.num_pages else torch.zeros(page_bytes, dtype=torch.uint8)
@@ -81,7 +70,7 @@ class StartMeasures:
         costs = PageCosts(
             copy_s=self._copy_s(source, copier),
             load_s=self._load_s(source),
-            token_s=self._token_s(min(self._max_tokens, MAX_TOKENS)),
+            token_s=self._token_s(min(self.max_tokens, MAX_TOKENS)),
         )
         logger.info(
             "measured for pages of %d bytes, and tokens of prompts, in seconds: %s",
@@ -101,10 +90,10 @@ class StartMeasures:
                 distinct adapter, at the speed of copies of pages.
             prompt_context: Operations of attention for one token of context, relative to all products for one token.
         """
-        geometry = self._arena.geometry
-        blocks_per_row = self._pool.num_free // (DECODE_ROWS * geometry.num_groups)
+        geometry = self.arena.geometry
+        blocks_per_row = self.pool.num_free // (DECODE_ROWS * geometry.num_groups)
         long_context = min(
-            LONG_CONTEXT, self._max_tokens - 1, blocks_per_row * geometry.page_tokens - 1
+            LONG_CONTEXT, self.max_tokens - 1, blocks_per_row * geometry.page_tokens - 1
         )
         if long_context < 1:
             return Prices(prompt_context=prompt_context)  # a pool of a few pages
@@ -123,7 +112,7 @@ class StartMeasures:
         return prices
 
     def _copy_s(self, source: torch.Tensor, copier: PageCopier) -> float:
-        with self._pages(min(4, self._pool.num_free)) as pages:
+        with self._pages(min(4, self.pool.num_free)) as pages:
             sources = [source] * len(pages)
             return self._best(lambda: copier.copy(sources, pages, copier.fence())) / max(
                 len(pages), 1
@@ -144,16 +133,16 @@ class StartMeasures:
     @torch.inference_mode()
     def _token_s(self, max_tokens: int) -> float:
         """Time a token of a prompt in the base model. The first run of a length is a warm-up."""
-        geometry = self._arena.geometry
-        longest = min(max_tokens, self._pool.num_free // geometry.num_groups * geometry.page_tokens)
+        geometry = self.arena.geometry
+        longest = min(max_tokens, self.pool.num_free // geometry.num_groups * geometry.page_tokens)
         with self._pages(geometry.pages(longest)) as pages:
             table = self._table(pages)
 
             def token_s(count: int) -> float:
                 chunk = Chunk(request_id="", token_ids=[0] * count, start=0, block_table=table)
-                started_s = self._clock()
+                started_s = self.clock()
                 self._forward([chunk])[0, 0].item()  # waits for the device
-                return (self._clock() - started_s) / count
+                return (self.clock() - started_s) / count
 
             short = min(WARM_UP_TOKENS, longest)
             token_s(short)
@@ -166,7 +155,7 @@ class StartMeasures:
     @torch.inference_mode()
     def _decode_s(self, context: int) -> float:
         """Seconds of a step with one token of each of `DECODE_ROWS` requests with `context` tokens of context."""
-        per_row = self._arena.geometry.pages(context + 1)
+        per_row = self.arena.geometry.pages(context + 1)
         with self._pages(DECODE_ROWS * per_row) as pages:
             chunks = [
                 Chunk(
@@ -179,7 +168,7 @@ class StartMeasures:
             ]
 
             def compute() -> None:
-                self._decoder.logits(self._forward(chunks))[0, 0].item()  # waits for the device
+                self.decoder.logits(self._forward(chunks))[0, 0].item()  # waits for the device
 
             compute()
             return self._best(compute)
@@ -187,31 +176,31 @@ class StartMeasures:
     @contextmanager
     def _pages(self, count: int) -> Iterator[list[int]]:
         """Take zeroed pages for a measurement, and give them back after it."""
-        pages = self._pool.allocate(count, "kv") or []
+        pages = self.pool.allocate(count, "kv") or []
         try:
-            self._arena.zero(pages)
+            self.arena.zero(pages)
             yield pages
         finally:
-            self._pool.free(pages, 0)
+            self.pool.free(pages, 0)
 
     def _table(self, pages: Sequence[int]) -> list[npt.NDArray[np.int32]]:
-        table = BlockTable(self._arena.geometry)
+        table = BlockTable(self.arena.geometry)
         table.append(pages)
         return table.pages
 
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        arena = self._arena
+        arena = self.arena
         plan = StepPlan(step=0, chunks=list(chunks))
         step = pack_step(plan, arena.geometry, arena.num_pages)
-        return self._decoder.forward(
+        return self.decoder.forward(
             host_rows(step, arena.geometry.page_tokens, arena.device),
-            KvViews.of(arena, self._decoder.spec.sliding_windows),
+            KvViews.of(arena, self.decoder.spec.sliding_windows),
         )
 
     def _best(self, run: Callable[[], object]) -> float:
         seconds = []
         for _ in range(NUM_RUNS):
-            started_s = self._clock()
+            started_s = self.clock()
             run()
-            seconds.append(self._clock() - started_s)
+            seconds.append(self.clock() - started_s)
         return max(min(seconds), 1e-9)  # a coarse clock may show no time at all

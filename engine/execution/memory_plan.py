@@ -1,29 +1,42 @@
 """Division of the device's memory between the base model and the page pool, before anything is loaded.
 
-The sizes follow from the model's config and the free memory, so on a machine that is too small the error comes at once,
-with the numbers. `format_plan` writes the plan for people.
+The sizes follow from the model's config and the free memory. `check_start` needs neither torch nor weights, so on a
+machine that is too small, or with a wrong setting, the error comes at once, with the numbers. The engine makes the
+checks that need torch. `format_plan` writes the plan for people.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.base_shape import SITES, BaseShape
 from manylora.adapters.lora.layout import adapter_pages, slot_bytes
-from manylora.config import GIB, MAX_SLOTS, MIB, Config
-from manylora.engine.model.spec import DecoderSpec
-from manylora.engine.model.weight_bytes import choose_weights, model_bytes
+from manylora.config import GIB, MAX_SLOTS, MIB, Config, Weights
+from manylora.engine.model.spec import (
+    SPEC_FILES,
+    DecoderSpec,
+    base_shape,
+    expected_tensors,
+    model_geometry,
+    module_shapes,
+    read_spec,
+    resolve_model,
+)
+from manylora.engine.model.weight_files import HEAD
 from manylora.engine.status import EngineReady, MemoryPlan, ReservedBytes
 from manylora.errors import ConfigError
+from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
 from manylora.memory.geometry import PageGeometry
 
 if TYPE_CHECKING:
     import torch
 
+CUDA_DRIVER = "libcuda.so.1"
 MAX_CPU_ARENA_BYTES = 4 * GIB
 MAX_CPU_SLAB_BYTES = 2 * GIB
 MAX_GPU_SLAB_BYTES = 64 * GIB
@@ -53,6 +66,90 @@ _CGROUP_FILES = (
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ),
 )
+
+
+def check_start(config: Config) -> None:
+    """Refuse settings with which the engine cannot start.
+
+    For a model on the Hugging Face hub, only the config is downloaded.
+
+    Raises:
+        ConfigError: There is no such model or it is not supported, `model.device` is cuda and there is no CUDA device,
+            the device does not compute `model.weights`, `model.max_model_len` is more than the model's positions, or
+            there is not enough memory.
+    """
+    on_cpu = config.model.device == "cpu" or count_cuda_devices() == 0
+    if on_cpu and config.model.device == "cuda":
+        raise ConfigError(
+            "model.device: cuda is asked for, but this machine has no CUDA device that its driver shows "
+            "(see nvidia-smi); take auto or cpu",
+            param="model.device",
+        )
+    spec = read_spec(resolve_model(config.model.path, files=SPEC_FILES))
+    check_max_model_len(config.model.max_model_len, spec)
+    choose_weights(config.model.weights, spec, on_cpu=on_cpu)
+    if on_cpu:
+        # A CPU without native bfloat16 takes float32. Only torch knows, so the smaller of the two is checked.
+        asked = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+        num_bytes = 2 if asked == "bfloat16" or config.model.dtype == "float16" else 4
+        base = base_shape(spec, "")
+        geometry = model_geometry(spec, base, num_bytes, config.memory.kv_dtype)
+        plan_memory(config, spec, base, geometry, free_memory(), on_cpu=True)
+
+
+def count_cuda_devices() -> int:
+    """Number of CUDA devices that the driver shows to this process; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value
+
+
+def choose_weights(setting: Weights, spec: DecoderSpec, *, on_cpu: bool) -> WeightFormat:
+    """Choose the format of the layers for `model.weights`. On a CPU, auto keeps a checkpoint of up to 8 bits in 8 bits.
+
+    Raises:
+        ConfigError: The device does not compute the format.
+    """
+    if setting in ("int8", "int4") and not on_cpu:
+        raise ConfigError(
+            f"model.weights: {setting} is computed on a CPU only; take auto or bf16, or model.device cpu",
+            param="model.weights",
+        )
+    if setting != "auto":
+        return setting
+    return (
+        "int8"
+        if on_cpu and spec.quantisation is not None and spec.quantisation.bits <= 8
+        else "bf16"
+    )
+
+
+def model_bytes(spec: DecoderSpec, weights: WeightFormat, dtype_bytes: int, *, on_cpu: bool) -> int:
+    """Bytes of a loaded model.
+
+    Args:
+        spec: The model.
+        weights: Format of its layers.
+        dtype_bytes: Bytes of a number that is not quantised.
+        on_cpu: True on a CPU, which keeps a tied head beside the embedding, because a packed weight cannot be indexed.
+    """
+    head = (spec.vocab_size, spec.hidden_size)
+    sizes = {name: math.prod(shape) for name, shape in expected_tensors(spec).items()}
+    if on_cpu and spec.is_tied:
+        sizes[HEAD] = math.prod(head)
+    if weights == "bf16":
+        return sum(sizes.values()) * dtype_bytes
+    del sizes[HEAD]
+    total = layer_bytes(HEAD_FORMAT, *head)
+    modules = module_shapes(spec)
+    for site in SITES:
+        width = sum(modules[index].out_features for index in site.modules)
+        total += spec.num_layers * layer_bytes(weights, width, modules[site.modules[0]].in_features)
+    return total + dtype_bytes * sum(size for name, size in sizes.items() if "_proj." not in name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from functools import partial
 import torch
 
 from manylora.adapters.lora.step import PagedLora
-from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.execution.host_rows import host_rows, host_slots
+from manylora.adapters.residency.entry import SlotLease
 from manylora.engine.execution.memory_plan import LOGPROB_ROWS
-from manylora.engine.execution.packed_step import PackedStep, pack_step
+from manylora.engine.execution.packed_step import PackedStep, host_rows, host_slots, pack_step
 from manylora.engine.execution.sampler import RowMasks, Sampled, Sampler
 from manylora.engine.execution.step_programs import StepPrograms
 from manylora.engine.grammar.masks import StepMasks
@@ -28,8 +27,7 @@ from manylora.engine.request import GRAMMAR_DEAD_END, ErrorInfo, TokenLogprobs
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from manylora.errors import EngineError, PageAccountingError
 from manylora.kernels.sampling import NON_FINITE, NOTHING_LEFT
-from manylora.memory.arena import Arena, mark
-from manylora.memory.host_slab import HostSlab
+from manylora.memory.arena import Arena, HostSlab, mark
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,39 +40,28 @@ class LaunchedStep:
     """Event after which the host pages that the step copies are free for others; None if they are free at once."""
 
 
+@dataclass(eq=False, kw_only=True)
 class ModelRunner:
-    """The one place where a step touches the device.
+    """The one place where a step touches the device."""
 
-    Args:
-        decoder: The base model.
-        arena: Its pages.
-        slab: Host pages for KV that is swapped out.
-        lora: The adapters.
-        check_lease: Called for every adapter of a step before it runs; raises StaleSlotError for a stale slot.
-        sampler: Chooses tokens.
-        programs: Programs for the steps of a GPU, which runs beside the host; None computes each step in `launch`.
-    """
+    decoder: Decoder
+    """The base model."""
+    arena: Arena
+    """Its pages."""
+    slab: HostSlab
+    """Host pages for KV that is swapped out."""
+    lora: PagedLora
+    """The adapters."""
+    check_lease: Callable[[SlotLease], None]
+    """Called for every adapter of a step before it runs; raises StaleSlotError for a stale slot."""
+    sampler: Sampler
+    """Chooses tokens."""
+    programs: StepPrograms | None = None
+    """Programs for the steps of a GPU, which runs beside the host; None computes each step in `launch`."""
 
-    def __init__(
-        self,
-        *,
-        decoder: Decoder,
-        arena: Arena,
-        slab: HostSlab,
-        lora: PagedLora,
-        check_lease: Callable[[SlotLease], None],
-        sampler: Sampler,
-        programs: StepPrograms | None = None,
-    ) -> None:
-        self._decoder = decoder
-        self._arena = arena
-        self._slab = slab
-        self._is_gpu = arena.device.type == "cuda"
-        self._kv = KvViews.of(arena, decoder.spec.sliding_windows)
-        self._lora = lora
-        self._check_lease = check_lease
-        self._sampler = sampler
-        self._programs = programs
+    def __post_init__(self) -> None:
+        self._is_gpu = self.arena.device.type == "cuda"
+        self._kv = KvViews.of(self.arena, self.decoder.spec.sliding_windows)
         self._sampled: list[int | None] = []
         """Place of the token of each chunk of the last launched step; None for a chunk without a token."""
         self._codes: torch.Tensor | None = None
@@ -100,19 +87,19 @@ class ModelRunner:
         self._check_pages(plan)
         if not plan.chunks:
             return LaunchedStep(results=list, moved=self.move_pages(plan))
-        arena = self._arena
+        arena = self.arena
         step = pack_step(plan, arena.geometry, arena.num_pages, self._sampled)
         for adapter in step.adapters.values():
-            self._check_lease(adapter)
+            self.check_lease(adapter)
         wanted = [step.order[index] for index in step.samples]
         specs = [spec for place in wanted if (spec := plan.chunks[place].sample) is not None]
         row_masks = None if masks is None else partial(_row_masks, masks, wanted)
-        if self._programs is None:
+        if self.programs is None:
             moved = self.move_pages(plan)
             with _waiting_if_it_fails(moved):
                 hidden, collect = self._compute(step, specs, row_masks)
         else:
-            program = self._programs.program(step)
+            program = self.programs.program(step)
             program.load(step, specs, row_masks, plan.zero_pages)
             moved = self.move_pages(plan, program.zero_pages)
             with _waiting_if_it_fails(moved):
@@ -143,8 +130,8 @@ class ModelRunner:
     def close(self) -> None:
         """Free the device memory of the runner. It must not be used afterwards."""
         self._kv = KvViews((), ())
-        self._programs = None
-        self._slab.close()
+        self.programs = None
+        self.slab.close()
 
     def _compute(
         self,
@@ -153,16 +140,16 @@ class ModelRunner:
         masks: Callable[[], RowMasks] | None,
     ) -> tuple[torch.Tensor, Callable[[], list[Sampled]]]:
         """Compute a step on a CPU; returns its hidden rows, and a function as `StepProgram.collect`."""
-        device = self._decoder.device
-        rows = host_rows(step, self._arena.geometry.page_tokens, device, self._codes)
-        lora = self._lora.prepare(host_slots(step, rows)) if step.adapters else None
-        hidden = self._decoder.forward(rows, self._kv, lora)
+        device = self.decoder.device
+        rows = host_rows(step, self.arena.geometry.page_tokens, device, self._codes)
+        lora = self.lora.prepare(host_slots(step, rows)) if step.adapters else None
+        hidden = self.decoder.forward(rows, self._kv, lora)
         codes = torch.empty(len(specs), dtype=torch.int32, device=device)
         results: list[Sampled] = []
         if specs:
             logits = self._logits(hidden, step.last_rows().tolist())
             row_masks = masks() if masks is not None else None
-            results = self._sampler.sample(logits, specs, row_masks, codes)
+            results = self.sampler.sample(logits, specs, row_masks, codes)
         self._codes = codes
         return hidden, lambda: results
 
@@ -201,7 +188,7 @@ class ModelRunner:
         for start in range(0, len(targets), LOGPROB_ROWS):
             part = targets[start : start + LOGPROB_ROWS]
             rows = list(range(first_row + start, first_row + start + len(part)))
-            found += self._sampler.logprobs(
+            found += self.sampler.logprobs(
                 self._logits(hidden, rows), part, chunk.num_prompt_logprobs
             )
         return found
@@ -211,7 +198,7 @@ class ModelRunner:
         padded = rows * 2 if len(rows) == 1 else rows
         if padded != list(range(len(hidden))):
             hidden = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
-        return self._decoder.logits(hidden)[: len(rows)]
+        return self.decoder.logits(hidden)[: len(rows)]
 
     def _check_pages(self, plan: StepPlan) -> None:
         """Verify that the plan's pages exist.
@@ -222,8 +209,8 @@ class ModelRunner:
         moves = plan.swap_out + plan.swap_in
         device_pages = [move.device_page for move in moves]
         device_pages += [page for copy in plan.copies for page in (copy.source, copy.target)]
-        _check(plan.zero_pages + device_pages, 1, self._arena.num_pages, "page")
-        _check((move.host_page for move in moves), 0, self._slab.num_pages, "host page")
+        _check(plan.zero_pages + device_pages, 1, self.arena.num_pages, "page")
+        _check((move.host_page for move in moves), 0, self.slab.num_pages, "host page")
 
     def move_pages(
         self, plan: StepPlan, zero: Callable[[], None] | None = None
@@ -237,12 +224,12 @@ class ModelRunner:
         Returns:
             Event after which the host pages are free for others; None if they are free at once.
         """
-        device = self._arena.bytes
-        host = self._slab.pages
+        device = self.arena.bytes
+        host = self.slab.pages
         for move in plan.swap_out:
             host[move.host_page].copy_(device[move.device_page], non_blocking=self._is_gpu)
         if zero is None:
-            self._arena.zero(plan.zero_pages)
+            self.arena.zero(plan.zero_pages)
         else:
             zero()
         for move in plan.swap_in:
@@ -251,7 +238,7 @@ class ModelRunner:
             device[copy.target].copy_(device[copy.source])
         if not self._is_gpu or not (plan.swap_out or plan.swap_in):
             return None
-        return mark(self._arena.device)
+        return mark(self.arena.device)
 
 
 @contextmanager

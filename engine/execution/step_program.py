@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from manylora.adapters.lora.step import SIDE_ROWS, PagedLora
-from manylora.adapters.lora.tiles import fill_tiles
+from manylora.adapters.lora.step import SIDE_ROWS, PagedLora, fill_tiles
 from manylora.engine.execution.packed_step import Int32Array, PackedStep
 from manylora.engine.execution.sampler import RowMasks, Sampled, Sampler
 from manylora.engine.execution.step_image import ImageLayout, StepImages

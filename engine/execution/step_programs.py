@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from manylora.adapters.lora.tiles import DECODE_TILE_ROWS, count_tiles, tile_capacity, tile_rows
+from manylora.adapters.lora.step import DECODE_TILE_ROWS, count_tiles, tile_capacity, tile_rows
 from manylora.engine.execution.packed_step import PackedStep
 from manylora.engine.execution.sampler import RowMasks
 from manylora.engine.execution.step_program import Capture, StepDevice, StepProgram, StepShape
@@ -28,20 +29,17 @@ def bucket_rows(num_rows: int) -> int:
     return -(-num_rows // unit) * unit
 
 
+@dataclass(eq=False)
 class StepPrograms:
-    """Chooses the program of each step.
+    """Chooses the program of each step."""
 
-    Args:
-        device: State that the programs share.
-        max_running: Largest number of rows of a decode step.
-        capture: Records programs of decode steps; None launches each kernel in every step.
-    """
-
-    def __init__(self, device: StepDevice, *, max_running: int, capture: Capture | None) -> None:
-        self._device = device
-        self._max_running = max_running
-        self._capture = capture
-        self.decode: dict[StepShape, StepProgram] = {}
+    device: StepDevice
+    """State that the programs share."""
+    max_running: int
+    """Largest number of rows of a decode step."""
+    capture: Capture | None
+    """Records programs of decode steps; None launches each kernel in every step."""
+    decode: dict[StepShape, StepProgram] = field(default_factory=dict, init=False)
 
     @property
     def num_recorded(self) -> int:
@@ -51,17 +49,17 @@ class StepPrograms:
     def program(self, step: PackedStep) -> StepProgram:
         """Choose the program for a step."""
         if not step.is_decode:
-            return StepProgram(self._device, self._prompt_shape(step))
+            return StepProgram(self.device, self._prompt_shape(step))
         shape = self._decode_shape(bucket_rows(step.num_rows), has_lora=bool(step.adapters))
         if shape not in self.decode:
-            self.decode[shape] = StepProgram(self._device, shape)
+            self.decode[shape] = StepProgram(self.device, shape)
         return self.decode[shape]
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Compile all kernels, and record the programs of decode steps, the largest first."""
-        nothing = PackedStep.nothing(self._device.arena.geometry.num_groups)
-        for num_rows in (self._device.max_rows, 1):
+        nothing = PackedStep.nothing(self.device.arena.geometry.num_groups)
+        for num_rows in (self.device.max_rows, 1):
             for has_lora in (True, False):
                 shape = StepShape(
                     rows=num_rows,
@@ -72,39 +70,39 @@ class StepPrograms:
                     lora_tiles=int(has_lora),
                     lora_tile_rows=tile_rows(num_rows),
                 )
-                _run(StepProgram(self._device, shape), nothing)
+                _run(StepProgram(self.device, shape), nothing)
         buckets = sorted(
-            {bucket_rows(count) for count in range(1, self._max_running + 1)}, reverse=True
+            {bucket_rows(count) for count in range(1, self.max_running + 1)}, reverse=True
         )
         for rows in buckets:
             for has_lora in (True, False):
                 shape = self._decode_shape(rows, has_lora=has_lora)
-                program = self.decode[shape] = StepProgram(self._device, shape)
+                program = self.decode[shape] = StepProgram(self.device, shape)
                 _run(program, nothing)
                 self._record(program)
         masks = RowMasks(
             [0], torch.full((1, -(-program.logits.shape[1] // WORD_BITS)), -1, dtype=torch.int32)
         )
-        self._device.sampler.edit(program.logits, (), masks)
+        self.device.sampler.edit(program.logits, (), masks)
 
     def _record(self, program: StepProgram) -> None:
-        if self._capture is None:
+        if self.capture is None:
             return
         try:
-            program.record(self._capture)
+            program.record(self.capture)
         except RuntimeError as error:  # torch cannot record a launch
             logger.warning(
                 "decode steps are launched one kernel at a time, not as CUDA graphs: %s", error
             )
-            self._capture = None
+            self.capture = None
 
     def _decode_shape(self, rows: int, *, has_lora: bool) -> StepShape:
-        num_slots = self._device.lora.tables.slots
+        num_slots = self.device.lora.tables.slots
         return StepShape(
             rows=rows,
             items=rows,
             samples=rows,
-            partials=most_partials(np.full(rows, self._device.max_model_len)),
+            partials=most_partials(np.full(rows, self.device.max_model_len)),
             is_decode=True,
             lora_tiles=tile_capacity(rows, num_slots, DECODE_TILE_ROWS) if has_lora else 0,
             lora_tile_rows=DECODE_TILE_ROWS,
@@ -119,7 +117,7 @@ class StepPrograms:
             items=len(lens),
             samples=bucket_rows(len(step.samples)) if step.samples else 0,
             partials=most_partials(lens),
-            tiles=tile_runs(step.runs, self._device.head_group).shape[1],
+            tiles=tile_runs(step.runs, self.device.head_group).shape[1],
             lora_tiles=count_tiles(step.row_slots, lora_tile_rows) if step.adapters else 0,
             lora_tile_rows=lora_tile_rows,
         )

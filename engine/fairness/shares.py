@@ -47,7 +47,7 @@ class Standing:
 class FairPlace:
     """A request in the fair order, with a row in the step or queued for one; and its work, expected and charged.
 
-    Units are those of `manylora.engine.fairness.prices`.
+    Units are those of `manylora.engine.fairness.service`.
     """
 
     request_id: str

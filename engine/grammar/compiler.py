@@ -65,7 +65,8 @@ class Grammars:
         self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
         """Waiting jobs by tenant; the tenant whose turn is next comes first."""
         self._jobs: dict[_Key, _Job] = {}
-        self._done: deque[_Job] = deque()
+        self.done: deque[_Job] = deque()
+        """Jobs that ended since the last `take_done`."""
         self.kept: OrderedDict[_Key, tuple[Matcher, int]] = OrderedDict()
         """Compiled grammars with their largest memory; the last used one is at the end."""
 
@@ -97,8 +98,8 @@ class Grammars:
 
     def take_done(self) -> Iterator[tuple[str, Matcher | ErrorInfo]]:
         """Requests whose grammars were compiled since the last call, each with its matcher or its error."""
-        for _ in range(len(self._done)):
-            job = self._done.popleft()
+        for _ in range(len(self.done)):
+            job = self.done.popleft()
             result = job.result
             if result is None and job.requests:  # requests that joined after the others left
                 self._begin(job)
@@ -150,7 +151,7 @@ class Grammars:
             started_s = time.thread_time()
             job.result = _made("compiling a grammar", lambda: self._compile(job.text))
             job.cost = BASE_BYTES + int(BYTES_PER_SECOND * (time.thread_time() - started_s))
-        self._done.append(job)
+        self.done.append(job)
         if self._notify is not None:
             self._notify()
 

@@ -123,18 +123,14 @@ def _gptq(fields: ConfigFields) -> Quantisation:
             "dynamic", f"modules with settings of their own are not served: {shown(other)}"
         )
     bits = fields.choice("bits", (4, 8))
-    return Quantisation(
-        layout="gptq", bits=bits, block=_group(fields, "group_size"), variant=claimed
-    )
+    return Quantisation(layout="gptq", bits=bits, block=_group(fields), variant=claimed)
 
 
 def _awq(fields: ConfigFields) -> Quantisation:
     fields.choice("version", ("gemm", "GEMM"), fields.text("format") or "gemm")
     fields.require("zero_point", True, default=True)
     bits = fields.choice("bits", (4,))
-    return Quantisation(
-        layout="awq", bits=bits, block=_group(fields, "group_size"), folds_input_scale=True
-    )
+    return Quantisation(layout="awq", bits=bits, block=_group(fields), folds_input_scale=True)
 
 
 def _bitsandbytes(fields: ConfigFields) -> Quantisation:
@@ -154,9 +150,9 @@ def _manylora(fields: ConfigFields) -> Quantisation:
     return Quantisation(layout="q3.5", bits=4)
 
 
-def _group(fields: ConfigFields, key: str) -> tuple[int, int] | None:
-    size = fields.integer(key, minimum=-1)
-    return (1, fields.integer(key)) if size != -1 else None
+def _group(fields: ConfigFields) -> tuple[int, int] | None:
+    size = fields.integer("group_size", minimum=-1)
+    return (1, fields.integer("group_size")) if size != -1 else None
 
 
 _METHODS: dict[str, Callable[[ConfigFields], Quantisation]] = {

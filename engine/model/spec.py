@@ -18,7 +18,7 @@ from manylora import strict_json
 from manylora.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from manylora.config import KvDtype
 from manylora.engine.model.config_fields import ConfigFields, shown
-from manylora.engine.model.gguf_folder import gguf_file, gguf_folder
+from manylora.engine.model.gguf import gguf_file, gguf_folder
 from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from manylora.engine.model.rope_spec import RopeSpec, rope_spec
 from manylora.engine.model.weight_files import EMBEDDING, HEAD, INDEX_FILE, NORM, holds_own_head

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from manylora import strict_json
 from manylora.engine.model.config_fields import shown
-from manylora.engine.model.gguf_folder import GGUF_FILE
+from manylora.engine.model.gguf import GGUF_FILE
 from manylora.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"

@@ -24,7 +24,6 @@ from manylora.adapters.ref import AdapterRef
 from manylora.config import Config, Device, Dtype
 from manylora.engine.process import messages
 from manylora.engine.process.inbox import Inbox
-from manylora.engine.process.pulse import SILENT_S, STUCK_S, STUCK_STEPS, StallDetector
 from manylora.engine.process.supervisor import (
     CRASH_LOOP_DEATHS,
     CRASH_LOOP_DELAY_S,
@@ -33,7 +32,13 @@ from manylora.engine.process.supervisor import (
     RestartPolicy,
     problem_during,
 )
-from manylora.engine.process.worker_process import Worker
+from manylora.engine.process.worker_process import (
+    SILENT_S,
+    STUCK_S,
+    STUCK_STEPS,
+    StallDetector,
+    Worker,
+)
 from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
 from manylora.errors import EngineUnavailableError, ManyloraError

@@ -17,8 +17,13 @@ import zmq.asyncio
 
 from manylora.config import Config
 from manylora.engine.process import messages
-from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, StallDetector
-from manylora.engine.process.worker_process import Worker, start_worker
+from manylora.engine.process.worker_process import (
+    LOOK_S,
+    SILENT_START_S,
+    StallDetector,
+    Worker,
+    start_worker,
+)
 from manylora.errors import ConfigError, EngineUnavailableError
 
 SOCKET_NAME = "engine"

@@ -27,7 +27,7 @@ from manylora.engine.build import build_engine
 from manylora.engine.core import EngineCore
 from manylora.engine.execution.memory_plan import format_plan
 from manylora.engine.process import messages
-from manylora.engine.process.pulse import Heart, Pulse
+from manylora.engine.process.worker_process import Heart, Pulse
 from manylora.engine.request import GenerationRequest, RequestOutput, error_info
 from manylora.errors import ConfigError, ManyloraError
 

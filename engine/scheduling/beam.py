@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from manylora.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
 from manylora.engine.sampling_params import BeamParams, SamplingParams
-from manylora.engine.scheduling.request_limits import ModelLimits
-from manylora.engine.scheduling.request_state import Beam, RequestState
+from manylora.engine.scheduling.request_state import Beam, ModelLimits, RequestState
 from manylora.errors import InvalidRequestError
 
 MAX_FORKS = 1 << 24

@@ -15,13 +15,12 @@ from typing import Literal, NamedTuple
 
 from manylora.engine.request import GenerationRequest
 from manylora.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
-from manylora.engine.scheduling.request_limits import kv_tokens
 from manylora.engine.scheduling.request_pages import SwappedBlocks
-from manylora.engine.scheduling.request_state import RequestState
+from manylora.engine.scheduling.request_state import RequestState, kv_tokens
 from manylora.errors import EngineError, NeverFitsError, PageAccountingError
+from manylora.memory.arena import SwapSpace
 from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.geometry import PageGeometry
-from manylora.memory.host_slab import SwapSpace
 from manylora.memory.pool import NO_OWNER, PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 

@@ -13,8 +13,7 @@ from manylora.engine.request import (
 )
 from manylora.engine.scheduling.beam import BeamSearch
 from manylora.engine.scheduling.plan import Chunk, ChunkResult
-from manylora.engine.scheduling.request_limits import ModelLimits
-from manylora.engine.scheduling.request_state import Beam, RequestState
+from manylora.engine.scheduling.request_state import Beam, ModelLimits, RequestState
 from manylora.engine.scheduling.request_table import RequestTable
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from manylora.adapters.residency.slots import SlotLease
+from manylora.adapters.residency.entry import SlotLease
 from manylora.engine.request import ErrorInfo, TokenLogprobs
 from manylora.engine.sampling_params import SamplingParams
 

@@ -177,7 +177,7 @@ class Preemption:
         ):
             return
         self._has_looked_for_slot = True
-        if self._table.residency.lacks_slot:
+        if self._table.residency.transfers.lacks_slot:
             self._make_slot(state, draft)
 
     def _make_slot(self, state: RequestState, draft: PlanBuilder) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 from manylora.adapters.residency.residency import Residency
 from manylora.engine.fairness.fair_order import FairOrder
-from manylora.engine.fairness.tenant_service import TenantService
+from manylora.engine.fairness.service import TenantService
 from manylora.engine.scheduling.kv_pages import PREEMPTIONS, KvPages
 from manylora.engine.scheduling.request_state import RequestState
 from manylora.errors import EngineError
@@ -133,32 +134,24 @@ class WaitingQueue:
         return chain.from_iterable(map(dict.values, self._holders.values()))
 
 
+@dataclass(eq=False)
 class RequestTable:
-    """Requests of the engine, and everything that keeps a record of them.
+    """Requests of the engine, and everything that keeps a record of them."""
 
-    Args:
-        order: Names the request that is next for a row.
-        service: Counts the work that tenants were given and still ask for.
-        kv: Pages of requests.
-        residency: Brings adapters to the device.
-        max_rows: Most requests in a step.
-    """
+    order: FairOrder
+    """Names the request that is next for a row."""
+    service: TenantService
+    """Counts the work that tenants were given and still ask for."""
+    kv: KvPages
+    """Pages of requests."""
+    residency: Residency
+    """Brings adapters to the device."""
+    max_rows: int
+    """Most requests in a step."""
 
-    def __init__(
-        self,
-        order: FairOrder,
-        service: TenantService,
-        kv: KvPages,
-        residency: Residency,
-        max_rows: int,
-    ) -> None:
-        self.order = order
-        self.service = service
-        self.kv = kv
-        self.residency = residency
-        self.max_rows = max_rows
+    def __post_init__(self) -> None:
         self.requests: dict[str, RequestState] = {}
-        self.waiting = WaitingQueue(residency)
+        self.waiting = WaitingQueue(self.residency)
         """Requests without pages."""
         self.running: list[RequestState] = []
         """Requests with pages, in the step or paused."""

@@ -136,7 +136,7 @@ class Rows:
         first = self._first_in_line()
         waiting = self._waiting
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
-        if first is None or self._kv.pool.num_quarantined or self._residency.is_copying:
+        if first is None or self._kv.pool.num_quarantined or self._residency.transfers.is_copying:
             return
         waiting.drop_holds(lambda state: state.adapter.digest == first.adapter.digest)
         if first.status == "waiting":

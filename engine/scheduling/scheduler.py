@@ -22,10 +22,8 @@ from manylora.adapters.residency.residency import Residency
 from manylora.config import SchedulerConfig
 from manylora.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
 from manylora.engine.fairness.inner_order import inner_order
-from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.prices import Prices, TenantLoad
+from manylora.engine.fairness.service import Lengths, Prices, TenantLoad, TenantService
 from manylora.engine.fairness.shares import FairPlace
-from manylora.engine.fairness.tenant_service import TenantService
 from manylora.engine.request import (
     EXPIRED,
     INTERNAL,
@@ -35,22 +33,22 @@ from manylora.engine.request import (
     error_info,
 )
 from manylora.engine.scheduling.beam import BeamSearch
-from manylora.engine.scheduling.chunks import Chunks
+from manylora.engine.scheduling.chunks import Chunks, StepBudget
 from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.outcomes import Outcomes
 from manylora.engine.scheduling.plan import ChunkResult, PlanBuilder, StepPlan
 from manylora.engine.scheduling.preemption import Preemption
-from manylora.engine.scheduling.request_limits import ModelLimits, check_limits
 from manylora.engine.scheduling.request_pages import RequestPages
 from manylora.engine.scheduling.request_state import (
     AdapterHold,
     FirstOutput,
     ForkSource,
+    ModelLimits,
     RequestState,
+    check_limits,
 )
 from manylora.engine.scheduling.request_table import RequestTable
 from manylora.engine.scheduling.rows import Rows
-from manylora.engine.scheduling.step_budget import StepBudget
 from manylora.engine.status import EngineLoad, PauseMode
 from manylora.errors import EngineError, InvalidRequestError, ManyloraError, QueueFullError
 
@@ -82,8 +80,8 @@ class Scheduler:
     """Most tokens in one step."""
     prices: InitVar[Prices]
     """Prices of the work of a step."""
-    grammars: Grammars | None = None
-    """Matchers for requests that have a grammar; None refuses these."""
+    grammars: Grammars
+    """Matchers for requests that have a grammar."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
@@ -154,10 +152,9 @@ class Scheduler:
                 "request_id must be unique, got one that is in use.", param="request_id"
             )
         check_limits(request, self.limits)
-        if request.grammar is not None and (self.grammars is None or request.beam is not None):
-            what = "this engine" if self.grammars is None else "beam search"
+        if request.grammar is not None and request.beam is not None:
             raise InvalidRequestError(
-                f"A grammar cannot be used with {what}.", param="structured_outputs"
+                "A grammar cannot be used with beam search.", param="structured_outputs"
             )
         adapter = request.adapter
         adapter_pages = self.residency.pages_needed(adapter) if adapter else 0
@@ -170,11 +167,7 @@ class Scheduler:
         if search is not None:
             search.start(state)
             self._outcomes.searches[state.request_id] = search
-        matcher = (
-            self.grammars.ask(request)
-            if self.grammars is not None and request.grammar is not None
-            else None
-        )
+        matcher = self.grammars.ask(request) if request.grammar is not None else None
         self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
         self._next_expiry_s = min(self._next_expiry_s, state.expires_s)
         if matcher is not None:
@@ -185,13 +178,13 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """End a request, whatever its state; see `Outcomes.finish`."""
         state = self.table.requests.get(request_id)
-        if state is not None and state.is_parked and self.grammars is not None:
+        if state is not None and state.is_parked:
             self.grammars.forget(state.request)
         self._outcomes.finish(request_id, reason, error)
 
     def take_in_grammars(self) -> None:
         """Let requests go on whose grammars were compiled; end those whose grammars could not be."""
-        for request_id, matcher in self.grammars.take_done() if self.grammars is not None else ():
+        for request_id, matcher in self.grammars.take_done() if self.grammars.done else ():
             state = self.table.requests.get(request_id)
             if state is not None and state.is_parked:
                 self.table.unpark(state)
@@ -228,7 +221,7 @@ class Scheduler:
         draft.budget = self._chunks.tokens_left() - num_forks
         self._rows.fill(draft)
         self._chunks.plan(draft)
-        self.residency.reserve_pages = self._preemption.room_to_grow() + draft.promised
+        self.residency.transfers.reserve_pages = self._preemption.room_to_grow() + draft.promised
         if plan.is_empty and not self._has_steps_in_flight:
             self._rows.resolve_stall(draft)
         if plan.is_empty:
@@ -314,8 +307,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End background work."""
-        if self.grammars is not None:
-            self.grammars.close()
+        self.grammars.close()
 
     def load(self) -> EngineLoad:
         """Work by tenant, in time that grows with the requests that run, not with those that wait."""
@@ -379,6 +371,7 @@ class Scheduler:
         flow = request.flow
         adapter = request.adapter
         digest = adapter.digest if adapter else None
+        pages = RequestPages(geometry=kv.geometry)
         place = FairPlace(
             request_id=request.request_id,
             key=flow,
@@ -399,14 +392,14 @@ class Scheduler:
             seed=self.draw_seed() if params.seed is None else params.seed,
             output_token_ids=list(request.generated_token_ids),
             place=place,
-            pages=RequestPages(geometry=kv.geometry),
+            pages=pages,
             adapter=AdapterHold(digest=digest, num_pages=adapter_pages),
             first_output=FirstOutput(
                 adapter_state=self.residency.state(digest) if digest else "base",
                 keeps_prompt_logprobs=params.prompt_logprobs is not None,
             ),
         )
-        leader = self.table.requests.get(request.fork_of) if request.fork_of is not None else None
+        leader = self.table.requests.get(request.fork_of or "")
         if leader is not None and kv.may_fork(leader, state):
             state.source = ForkSource(leader=leader, num_tokens=state.num_prompt - 1)
         return state

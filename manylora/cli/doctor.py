@@ -232,8 +232,8 @@ def _weights(spec: DecoderSpec) -> Iterator[Finding]:
     """Memory and speed of each format of weights on a CPU."""
     import torch
 
+    from manylora.engine.execution.memory_plan import model_bytes
     from manylora.engine.model.device import choose_dtype
-    from manylora.engine.model.weight_bytes import model_bytes
     from manylora.engine.model.weight_speed import MANY, weight_speeds
 
     if torch.cuda.is_available():

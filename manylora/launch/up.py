@@ -20,7 +20,7 @@ import httpx
 
 from manylora.config import Config, environment, usable_cores
 from manylora.data_folder import kept_secret, prepare_folder
-from manylora.engine.start_checks import check_start, count_cuda_devices
+from manylora.engine.execution.memory_plan import check_start, count_cuda_devices
 from manylora.errors import ConfigError
 from manylora.launch.server_process import HOST, ServerProcess
 from manylora.registry.db.database import Database

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Prices
 from manylora.errors import CapacityError, ManyloraError, RateLimitError
 from manylora.server.limits.prediction import (
     FACTOR_BOUNDS,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Lengths, Prices
 
 START_FACTOR = 1.25
 """Predictions use the median length of answers; the mean is longer."""

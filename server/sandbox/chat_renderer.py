@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from manylora.engine.text.chat_template import UNUSABLE, unusable
-from manylora.engine.text.tokenizer import Tokenizer
+from manylora.engine.text.tokenizer import UNUSABLE, Tokenizer, unusable
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.server.process.fair_semaphore import FairSemaphore
 from manylora.server.process.threads import place_in, to_its_end

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from manylora.engine.text.chat_template import ChatTemplate
+from manylora.engine.text.tokenizer import ChatTemplate
 from manylora.errors import InvalidRequestError
 from manylora.server.sandbox.worker import Answer, answer_jobs, read_setup
 

@@ -133,14 +133,14 @@ def test_steps_that_could_not_be_captured_are_not_timed_as_graphs(tmp_path: Path
     with graphs.stack, eager.stack:
         runners: list[Any] = [setup.engine.core._runner for setup in (graphs, eager)]
         for runner in runners:
-            runner._programs = SimpleNamespace(num_recorded=0)
+            runner.programs = SimpleNamespace(num_recorded=0)
         error = r"no step could be captured as a CUDA graph.* --eager needs none"
         (case, *_) = step.cases(graphs).values()
         with pytest.raises(EngineError, match=error):
             case()
         step.check_captures(eager)
         for runner in runners:
-            runner._programs = None
+            runner.programs = None
         for setup in (graphs, eager):
             step.check_captures(setup)
             with setup.engine.decoding(1, 2, []) as seconds:
@@ -149,7 +149,7 @@ def test_steps_that_could_not_be_captured_are_not_timed_as_graphs(tmp_path: Path
 
 def test_the_weights_of_the_engine_are_random_and_its_norms_ones(tiny: Setup) -> None:
     with tiny.stack:
-        decoder = tiny.engine.core._runner._decoder
+        decoder = tiny.engine.core._runner.decoder
         assert all(
             torch.equal(norm, torch.ones(64, dtype=torch.bfloat16)) for norm in decoder._next_norms
         )

@@ -14,7 +14,7 @@ from api_adapters import sound, upload
 from api_server import ADMIN_KEY, BASE, SERVER, Api
 from fake_cluster import gateway_before
 from manylora.cli import make_app
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora.engine.status import ResidentAdapter
 
 pytestmark = pytest.mark.anyio

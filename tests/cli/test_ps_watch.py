@@ -28,7 +28,7 @@ from manylora.cli.ps import watch
 from manylora.cli.ps.tables import TENANTS, blocks, tenant_rows, token_rates
 from manylora.cli.ps.watch import screen_lines
 from manylora.config import environment
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora_server import DEMO_ADAPTERS, MANYLORA, manylora_server
 
 

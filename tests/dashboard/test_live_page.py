@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, sign_out_elsewhere, watched_page
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer, engines, manylora_server
 
 UNKNOWN = "\u2013"

@@ -70,7 +70,7 @@ def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:
     assert ready.base.digest == base_digest(model)
     assert (ready.device, ready.dtype, ready.vocab_size) == ("cpu", "float32", 320)
     assert ready.max_model_len == 512
-    assert engine.pool.counts()["free"] == ready.memory.num_pages
+    assert engine.core.status().pages["free"] == ready.memory.num_pages
     assert engine.tokenizer_path == model
     assert "512 tokens a request" in format_plan(ready.memory, ready)
     assert ready.number_format == "float32"
@@ -142,7 +142,7 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
         parts.core.pump()
         assert stepping.pop() is False
         # Each page and what is read at a time is a piece of a load, and each page one of a copy.
-        pages = parts.residency.pages_needed(ref)
+        pages = parts.core.residency.pages_needed(ref)
         assert pages is not None
         assert pauses["adapter-loader"] > pages
         assert pauses["adapter-copier"] == pages

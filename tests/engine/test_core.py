@@ -8,13 +8,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from manylora.engine.core import CHECK_DIVISOR, MAX_FAILURES
-from manylora.engine.execution.step_history import (
+from manylora.engine.core import (
+    CHECK_DIVISOR,
+    MAX_FAILURES,
     NUM_KEPT_BATCHES,
     NUM_KEPT_STEPS,
     NUM_SHOWN_ADAPTERS,
 )
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Prices
 from manylora.engine.request import FlowKey
 from manylora.engine.scheduling.chunks import Chunks
 from manylora.engine.scheduling.plan import ChunkResult, StepPlan
@@ -204,7 +205,7 @@ def test_the_error_of_a_kernel_ends_the_engine_wherever_it_shows(
         "tick": (simulator.residency, "tick"),
         "fence": (simulator.store, "fence"),
         "copy": (simulator.store, "copy"),
-        "table": (simulator.residency.tables, "write"),
+        "table": (simulator.residency.transfers.tables, "write"),
         "pages of a step": (simulator.pool, "complete"),
     }
     owner, name = owners.get(part, (simulator.scheduler, part))

@@ -43,7 +43,7 @@ def test_answers_are_those_that_are_recorded(device: str, cuda_graphs: bool, cou
     with LLM(
         demo.MODEL, device=device, dtype="float32", cuda_graphs=cuda_graphs, **settings
     ) as llm:
-        programs: Any = llm.engine.core._runner._programs
+        programs: Any = llm.engine.core._runner.programs
         is_recorded = programs is not None and programs.num_recorded > 0
         assert is_recorded == (device == "cuda" and cuda_graphs)
         answers = llm.generate(

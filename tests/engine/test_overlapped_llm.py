@@ -62,7 +62,7 @@ def test_completions_are_the_same(llms: dict[str, LLM]) -> None:
     }
     assert said["on"] == said["off"]
     llms["on"].engine.core.check()
-    counts = llms["on"].engine.pool.counts()
+    counts = llms["on"].engine.core.status().pages
     assert counts["kv"] == counts["quarantine"] == 0
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from manylora.engine.execution.memory_plan import model_bytes
 from manylora.engine.model.spec import read_spec
-from manylora.engine.model.weight_bytes import model_bytes
 from manylora.kernels import dispatch
 from manylora.kernels.native.library import native_library
 from manylora.kernels.weight_format import WeightFormat

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from implementations import BF16, F16, F32, TRITON, Implementation
-from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
+from manylora.adapters.lora.step import fill_tiles, tile_capacity
 from manylora.kernels.sgmv import LoraDelta, Tiles
 from numerics import assert_rows_close, bits
 from oracles import ORACLES

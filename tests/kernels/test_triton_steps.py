@@ -11,9 +11,8 @@ import torch
 
 from implementations import CPU, INTERPRETS, TRITON
 from manylora.adapters.lora import step as lora_step
-from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
-from manylora.engine.execution.host_rows import host_rows, host_slots
-from manylora.engine.execution.packed_step import pack_step
+from manylora.adapters.lora.step import fill_tiles, tile_capacity
+from manylora.engine.execution.packed_step import host_rows, host_slots, pack_step
 from manylora.engine.model.checkpoint import weights
 from manylora.engine.model.decoder import KvViews
 from step_driver import StepDriver

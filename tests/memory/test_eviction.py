@@ -20,23 +20,18 @@ from manylora.memory.pool import PageKind, PagePool
 class Thing(Evictable):
     """Something with pages, and with others that go when it goes."""
 
-    parts: Parts
+    owner: Parts
     cost_s: float = 1.0
     """Cost of a page."""
     kind: PageKind = "adapter"
     dependents: list[Thing] = field(default_factory=list)
-
-    def reload_cost(self) -> tuple[float, int]:
-        return self.cost_s * self.num_pages, self.num_pages
-
-    def evict(self) -> None:
-        for dependent in self.dependents:
-            self.parts.evictor.take(dependent)
-        self.parts.pool.free(self.pages, self.last_step)
-        self.parts.gone.append(self)
+    rescores: list[Thing] = field(default_factory=list)
+    """Things that are offered again when it goes."""
 
 
 class Parts:
+    """Owner of the things."""
+
     def __init__(self, num_pages: int = 20) -> None:
         self.now_s = 0.0
         self.pool = PagePool(num_pages + 1)
@@ -47,13 +42,24 @@ class Parts:
         """In use at first."""
         pages = self.pool.allocate(num_pages, "adapter")
         assert pages is not None
-        return Thing(parts=self, pages=pages, **fields)  # type: ignore[arg-type]
+        return Thing(owner=self, pages=pages, **fields)  # type: ignore[arg-type]
 
     def idle(self, num_pages: int = 1, **fields: object) -> Thing:
         """Used once, now, and offered."""
         thing = self.thing(num_pages, **fields)
         self.use(thing)
         return thing
+
+    def reload_cost(self, thing: Thing) -> tuple[float, int]:
+        return thing.cost_s * thing.num_pages, thing.num_pages
+
+    def evict(self, thing: Thing) -> None:
+        for dependent in thing.dependents:
+            self.evictor.take(dependent)
+        self.pool.free(thing.pages, thing.last_step)
+        self.gone.append(thing)
+        for other in thing.rescores:
+            self.evictor.offer(other)
 
     def use(self, thing: Thing) -> None:
         self.evictor.used(thing)
@@ -204,15 +210,9 @@ def test_a_victim_that_was_scored_anew_by_the_one_before_it_goes_all_the_same() 
     """An adapter is offered again whenever one of its cached blocks goes; both may be wanted at once."""
     parts = Parts(num_pages=4)
     adapter = parts.thing(3)
-
-    class Block(Thing):
-        def evict(self) -> None:
-            super().evict()
-            parts.evictor.offer(adapter)
-
     pages = parts.pool.allocate(1, "prefix")
     assert pages is not None
-    block = Block(parts=parts, pages=pages, kind="prefix")
+    block = Thing(owner=parts, pages=pages, kind="prefix", rescores=[adapter])
     parts.use(block)
     parts.now_s = 1.0
     parts.use(adapter)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manylora.errors import ConfigError, PageAccountingError
-from manylora.memory.host_slab import HostSlab, SwapSpace
+from manylora.memory.arena import HostSlab, SwapSpace
 
 
 def test_a_double_free_raises_and_changes_nothing() -> None:

@@ -5,8 +5,15 @@ from collections import Counter
 
 import pytest
 
-from manylora.memory.page_map import MAX_CELLS, PageMap, PageUse, page_map
-from manylora.memory.pool import PAGE_KINDS, PAGE_STATES, PagePool
+from manylora.memory.pool import (
+    MAX_CELLS,
+    PAGE_KINDS,
+    PAGE_STATES,
+    PageMap,
+    PagePool,
+    PageUse,
+    page_map,
+)
 
 
 def cells_of(shown: PageMap) -> list[PageUse]:

@@ -80,7 +80,7 @@ def test_a_held_block_cannot_be_removed() -> None:
     parts = Parts()
     held = parts.publish(parts.chain(1, 2))
     with pytest.raises(PageAccountingError, match="held"):
-        parts.cache.remove(held[0])
+        parts.cache.evict(held[0])
     parts.cache.check([held])
 
 

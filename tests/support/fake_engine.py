@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manylora.adapters.blobs.memory import MemoryPlace
 from manylora.adapters.ref import AdapterRef
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora.engine.model.spec import base_shape, read_spec
 from manylora.engine.process.client import EngineClient
 from manylora.engine.request import (
@@ -35,7 +35,7 @@ from manylora.engine.status import (
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import EngineUnavailableError
 from manylora.memory.geometry import page_geometry
-from manylora.memory.page_map import PageMap, PageUse
+from manylora.memory.pool import PageMap, PageUse
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "manylora" / "demo" / "manylora-demo"
 BASE_TEXT = "the base speaks plainly"

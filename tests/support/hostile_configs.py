@@ -202,10 +202,10 @@ def read(folder: Path, *, reads_tokenizer: bool = False) -> str | None:
     import torch
 
     from manylora.config import Config, MemoryConfig, ModelConfig, ServerConfig
+    from manylora.engine.execution.memory_plan import check_start
     from manylora.engine.model.checkpoint.weights import check_checkpoint
     from manylora.engine.model.rope import rope_table
     from manylora.engine.model.spec import read_spec
-    from manylora.engine.start_checks import check_start
     from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 
     config = Config(

@@ -11,8 +11,7 @@ import torch
 
 from adapters_factory import Q_AND_V, RandomLora, packed, random_lora, tiny_base
 from manylora.adapters.base_shape import SITES
-from manylora.adapters.lora.step import LoraStep, PagedLora
-from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.step import AdapterTables, LoraStep, PagedLora
 from manylora.memory.arena import Arena
 from numerics import assert_close
 from residency_parts import tiny_geometry

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.lora.layout import plan_layout
-from manylora.adapters.lora.step import PagedLora
-from manylora.adapters.lora.tables import AdapterTables
-from manylora.adapters.residency.slots import SlotLease
+from manylora.adapters.lora.step import AdapterTables, PagedLora
+from manylora.adapters.residency.entry import SlotLease
 from manylora.benchmarks.model_shapes import MODELS
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.execution.step_program import StepDevice
@@ -28,10 +27,10 @@ from manylora.engine.model.decoder import Decoder, DecoderLayer
 from manylora.engine.model.linear import Linear
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from manylora.engine.scheduling.request_pages import BlockTable
 from manylora.kernels.attend import HeadNorms
 from manylora.kernels.dispatch import triton_kernels
 from manylora.memory.arena import Arena
-from manylora.memory.block_table import BlockTable
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 LLAMA = next(shape for shape in MODELS if shape.name == "Llama-3-8B")

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manylora.engine.fairness.prices import Prices, TenantLoad
+from manylora.engine.fairness.service import Prices, TenantLoad
 from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import Admission, Gate

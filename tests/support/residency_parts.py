@@ -13,17 +13,17 @@ import torch
 from adapters_factory import RandomLora, random_lora, tiny_base
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.blobs.local import LocalBlobs
-from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.step import AdapterTables
 from manylora.adapters.ref import AdapterRef
 from manylora.adapters.residency.images import HostImage, HostImages
 from manylora.adapters.residency.load_threads import LoadQueue, TaskExecutor
 from manylora.adapters.residency.loader import AdapterLoader
 from manylora.adapters.residency.residency import Residency
+from manylora.adapters.residency.transfers import Transfers
 from manylora.lora_rows import PITCH_BYTES
-from manylora.memory.arena import Arena, PageCopier
+from manylora.memory.arena import Arena, HostSlab, PageCopier
 from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.geometry import PageGeometry, page_geometry
-from manylora.memory.host_slab import HostSlab
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 from stored_adapters import store_adapter
@@ -162,19 +162,17 @@ class ResidencyParts:
         )
         self.loads, self.copies = StepwiseExecutor(), StepwiseExecutor()
         loads, copies = executors or (self.loads, self.copies)
-        self.residency = Residency(
+        self.transfers = Transfers(
             self.loader,
             self.copier,
             self.pool,
-            self.images,
             self.tables,
             self.evictor,
-            COSTS,
             load_queue=LoadQueue(loads, notify),
             copy_queue=LoadQueue(copies, notify),
-            prefixes=self.prefixes,
             clock=lambda: self.clock[0],
         )
+        self.residency = Residency(self.transfers, COSTS, self.prefixes)
 
     def settle(self, step: int = 0) -> list[str]:
         """Run all loads, copies and ticks there are to run; digests of failed loads."""

@@ -14,11 +14,9 @@ import torch
 
 from adapters_factory import packed
 from implementations import INTERPRETS
-from manylora.adapters.lora.step import PagedLora
-from manylora.adapters.lora.tables import AdapterTables
-from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.execution.host_rows import host_rows, host_slots
-from manylora.engine.execution.packed_step import pack_step
+from manylora.adapters.lora.step import AdapterTables, PagedLora
+from manylora.adapters.residency.entry import SlotLease
+from manylora.engine.execution.packed_step import host_rows, host_slots, pack_step
 from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.execution.step_program import StepDevice
@@ -29,14 +27,13 @@ from manylora.engine.model.decoder import KvViews
 from manylora.engine.model.spec import base_shape, read_spec
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
+from manylora.engine.scheduling.request_pages import BlockTable
 from manylora.errors import StaleSlotError
 from manylora.kernels.dispatch import kernels_for, triton_kernels
 from manylora.kernels.weight_format import WeightFormat
 from manylora.lora_rows import PITCH_BYTES
-from manylora.memory.arena import Arena
-from manylora.memory.block_table import BlockTable
+from manylora.memory.arena import Arena, HostSlab
 from manylora.memory.geometry import PageGeometry, page_geometry
-from manylora.memory.host_slab import HostSlab
 from manylora.memory.pool import PagePool
 
 CPU = torch.device("cpu")

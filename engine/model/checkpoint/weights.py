@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from manylora.engine.model.decoder import Decoder, DecoderLayer
 from manylora.engine.model.formats import FORMATS, dequantised, int8_rows
 from manylora.engine.model.formats.gguf_tensors import GgufTensors
-from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear, shaped
 from manylora.engine.model.linear import Linear, make_head, make_linear
 from manylora.engine.model.quantisation import Quantisation
 from manylora.engine.model.rope import rope_table
@@ -143,9 +143,7 @@ class _Checkpoint:
     def check(self) -> None:
         """Refuse tensors that do not fit the spec; the error names them."""
         spec = self._spec
-        expected = {
-            name: ExpectedTensor(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()
-        }
+        expected = {name: shaped(FLOATS, *shape) for name, shape in expected_tensors(spec).items()}
         if self._has_head_alone:
             expected[HEAD] = expected.pop(EMBEDDING)
         if spec.quantisation is not None and spec.quantisation.layout in FORMATS:
@@ -187,7 +185,11 @@ class _Checkpoint:
                 if other.startswith(f"{linear.name}.") and other not in expected
             )
             stored = {other[len(linear.name) + 1 :] for other in others}
-            parts = FORMATS[quantisation.layout].parts(linear, stored)
+            parts = {
+                suffix: entry
+                for suffix, entry in FORMATS[quantisation.layout].parts(linear, stored).items()
+                if suffix in stored or not entry.is_optional
+            }
             del expected[name]
             expected |= {f"{linear.name}.{suffix}": entry for suffix, entry in parts.items()}
             self._quantised[name] = (linear, tuple(parts))

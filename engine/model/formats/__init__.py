@@ -20,7 +20,7 @@ class Format:
     """A way to store the weight of a linear."""
 
     parts: Callable[[StoredLinear, Collection[str]], dict[str, ExpectedTensor]]
-    """Expected tensors of a linear by the ends of their names, given the ends of the stored names."""
+    """Expected tensors of a linear by the ends of their names. It may depend on the ends of the stored names."""
     weight: Callable[[StoredLinear], torch.Tensor]
     """The weight, float32 [out_features, in_features]. Raises ConfigError if values cannot be right."""
 

@@ -6,7 +6,14 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear, unpack
+from manylora.engine.model.formats.stored import (
+    FLOATS,
+    WORDS,
+    ExpectedTensor,
+    StoredLinear,
+    shaped,
+    unpack,
+)
 
 BITS = 4
 PER_WORD = 8
@@ -17,12 +24,11 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     rows = linear.out_features
-    columns = linear.in_features
     groups = linear.num_groups
     return {
-        "qweight": ExpectedTensor(("I32",), ((columns, rows // PER_WORD),)),
-        "qzeros": ExpectedTensor(("I32",), ((groups, rows // PER_WORD),)),
-        "scales": ExpectedTensor(FLOATS, ((groups, rows),)),
+        "qweight": shaped(WORDS, linear.in_features, rows // PER_WORD),
+        "qzeros": shaped(WORDS, groups, rows // PER_WORD),
+        "scales": shaped(FLOATS, groups, rows),
     }
 
 

@@ -10,7 +10,13 @@ from collections.abc import Collection
 import torch
 
 from manylora import strict_json
-from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
+from manylora.engine.model.formats.stored import (
+    FLOATS,
+    OCTETS,
+    ExpectedTensor,
+    StoredLinear,
+    shaped,
+)
 
 MOST = 127
 """Largest magnitude of an int8 weight."""
@@ -20,13 +26,13 @@ NESTED = "weight.nested_absmax"
 NESTED_MAP = "weight.nested_quant_map"
 
 
-def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
+def int8_parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    found = {
-        "weight": ExpectedTensor(("I8",), ((linear.out_features, linear.in_features),)),
-        "SCB": ExpectedTensor(FLOATS, ((linear.out_features,),)),
+    return {
+        "weight": shaped(("I8",), linear.out_features, linear.in_features),
+        "SCB": shaped(FLOATS, linear.out_features),
+        FORMAT: ExpectedTensor(OCTETS, ((), (1,)), is_optional=True),
     }
-    return found | {FORMAT: ExpectedTensor(("U8",), ((), (1,)))} if FORMAT in stored else found
 
 
 def int8_weight(linear: StoredLinear) -> torch.Tensor:
@@ -40,15 +46,13 @@ def int8_weight(linear: StoredLinear) -> torch.Tensor:
 
 def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
-    nested = {NESTED: ExpectedTensor(("F32",)), NESTED_MAP: ExpectedTensor(("F32",), ((256,),))}
+    nested = {NESTED: ExpectedTensor(("F32",)), NESTED_MAP: shaped(("F32",), 256)}
     is_nested = bool(nested.keys() & stored)
     found = {
-        "weight": ExpectedTensor(
-            ("U8",), ((-(-linear.out_features * linear.in_features // 2), 1),)
-        ),
-        ABSMAX: ExpectedTensor(("U8" if is_nested else "F32",)),
-        "weight.quant_map": ExpectedTensor(("F32",), ((16,),)),
-        _state(linear): ExpectedTensor(("U8",)),
+        "weight": shaped(OCTETS, -(-linear.out_features * linear.in_features // 2), 1),
+        ABSMAX: ExpectedTensor(OCTETS if is_nested else ("F32",)),
+        "weight.quant_map": shaped(("F32",), 16),
+        _state(linear): ExpectedTensor(OCTETS),
     }
     return found | nested if is_nested else found
 

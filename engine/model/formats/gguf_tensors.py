@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from manylora.engine.model.formats.stored import is_finite
-from manylora.engine.model.gguf_config import GGUF_ARCHITECTURES, ROPE_FACTORS, open_gguf
+from manylora.engine.model.gguf import GGUF_ARCHITECTURES, ROPE_FACTORS, open_gguf
 from manylora.engine.model.spec import DecoderSpec, expected_tensors
 from manylora.errors import ConfigError
 

@@ -12,9 +12,12 @@ import torch
 
 from manylora.engine.model.formats.stored import (
     FLOATS,
+    WHOLE,
     WORD_BITS,
+    WORDS,
     ExpectedTensor,
     StoredLinear,
+    shaped,
     unpack,
 )
 
@@ -22,23 +25,19 @@ ORDER = "g_idx"
 BIAS = "bias"
 
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
+def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     rows = linear.out_features
     columns = linear.in_features
     groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
-    found = {
-        "qweight": ExpectedTensor(("I32",), ((-(-columns // per_word), rows),)),
-        "qzeros": ExpectedTensor(("I32",), ((groups, -(-rows // per_word)),)),
-        "scales": ExpectedTensor(FLOATS, ((groups, rows),)),
-        ORDER: ExpectedTensor(("I32", "I64"), ((columns,),)),
-        BIAS: ExpectedTensor(
-            FLOATS, ((rows,),)
-        ),  # some tools write a bias of zeros for a model without biases
-    }
     return {
-        name: part for name, part in found.items() if name in stored or name not in (ORDER, BIAS)
+        "qweight": shaped(WORDS, -(-columns // per_word), rows),
+        "qzeros": shaped(WORDS, groups, -(-rows // per_word)),
+        "scales": shaped(FLOATS, groups, rows),
+        ORDER: shaped(WHOLE, columns, is_optional=True),
+        # Some tools write a bias of zeros for a model without biases.
+        BIAS: shaped(FLOATS, rows, is_optional=True),
     }
 
 

@@ -8,9 +8,12 @@ import torch
 
 from manylora.engine.model.formats.stored import (
     FLOATS,
+    WHOLE,
     WORD_BITS,
+    WORDS,
     ExpectedTensor,
     StoredLinear,
+    shaped,
     unpack,
 )
 
@@ -21,21 +24,18 @@ GROUPS = "weight_g_idx"
 SHAPE = "weight_shape"
 
 
-def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTensor]:
+def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     rows = linear.out_features
     columns = linear.in_features
     groups = linear.num_groups
     per_word = WORD_BITS // linear.quantisation.bits
-    found = {
-        PACKED: ExpectedTensor(("I32",), ((rows, -(-columns // per_word)),)),
-        SCALE: ExpectedTensor(FLOATS, ((rows, groups),)),
-        SHAPE: ExpectedTensor(("I64", "I32"), ((2,),)),
-        ZERO: ExpectedTensor(("I32",), ((-(-rows // per_word), groups),)),
-        GROUPS: ExpectedTensor(("I32", "I64"), ((columns,),)),
-    }
     return {
-        name: part for name, part in found.items() if name in stored or name not in (ZERO, GROUPS)
+        PACKED: shaped(WORDS, rows, -(-columns // per_word)),
+        SCALE: shaped(FLOATS, rows, groups),
+        SHAPE: shaped(WHOLE, 2),
+        ZERO: shaped(WORDS, -(-rows // per_word), groups, is_optional=True),
+        GROUPS: shaped(WHOLE, columns, is_optional=True),
     }
 
 

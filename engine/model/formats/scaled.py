@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, ExpectedTensor, StoredLinear, shaped
 
 SCALE = "weight_scale"
 INVERSE = "weight_scale_inv"
@@ -34,14 +34,13 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, ExpectedTe
     if block:
         shapes = ((-(-rows // block[0]), -(-columns // block[1])),)
     scale = INVERSE if INVERSE in stored else SCALE
-    dtypes = (linear.quantisation.variant,)
-    found = {
-        "weight": ExpectedTensor(dtypes, ((rows, columns),)),
+    unused = ExpectedTensor((*FLOATS, "I8"), is_optional=True)
+    return {
+        "weight": shaped((linear.quantisation.variant,), rows, columns),
         scale: ExpectedTensor((*FLOATS, "F8_E8M0"), shapes),
+        ZERO: ExpectedTensor(("I8",), shapes, is_optional=True),
+        **dict.fromkeys(UNUSED, unused),
     }
-    if ZERO in stored:
-        found[ZERO] = ExpectedTensor(("I8",), shapes)
-    return found | {name: ExpectedTensor((*FLOATS, "I8")) for name in UNUSED if name in stored}
 
 
 def weight(linear: StoredLinear) -> torch.Tensor:

@@ -11,6 +11,9 @@ from manylora.engine.model.quantisation import Quantisation
 from manylora.errors import ConfigError
 
 FLOATS = ("F64", "F32", "BF16", "F16")
+WORDS = ("I32",)
+WHOLE = ("I32", "I64")
+OCTETS = ("U8",)
 WORD_BITS = 32
 
 
@@ -22,6 +25,13 @@ class ExpectedTensor:
     """Allowed dtypes, as safetensors names them."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Allowed shapes; empty allows any."""
+    is_optional: bool = False
+    """True if it need not be stored."""
+
+
+def shaped(dtypes: tuple[str, ...], *shape: int, is_optional: bool = False) -> ExpectedTensor:
+    """Expect a tensor of one shape."""
+    return ExpectedTensor(dtypes, (shape,), is_optional)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import torch
 
-from manylora.engine.model.formats.stored import ExpectedTensor, StoredLinear
+from manylora.engine.model.formats.stored import OCTETS, ExpectedTensor, StoredLinear, shaped
 
 BLOCK = 64
 LEVELS = 11
@@ -27,8 +27,8 @@ STEP = "weight_step"
 def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, ExpectedTensor]:
     """See `Format`."""
     blocks = -(-linear.in_features // BLOCK)
-    floats = ExpectedTensor(("F16",), ((linear.out_features, blocks),))
-    packed = ExpectedTensor(("U8",), ((linear.out_features, blocks * BYTES * GROUPS),))
+    floats = shaped(("F16",), linear.out_features, blocks)
+    packed = shaped(OCTETS, linear.out_features, blocks * BYTES * GROUPS)
     return {PACKED: packed, MINIMUM: floats, STEP: floats}
 
 

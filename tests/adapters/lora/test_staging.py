@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters_factory import tiny_base
 from manylora.adapters.lora.layout import plan_layout
-from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.step import AdapterTables
 from manylora.memory.arena import mark
 from residency_parts import tiny_geometry
 

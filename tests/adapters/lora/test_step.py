@@ -12,8 +12,7 @@ import torch
 
 from lora_arena import BASE, BATCHES, fill
 from manylora.adapters.lora.layout import LoraLayout
-from manylora.adapters.lora.step import PagedLora
-from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
+from manylora.adapters.lora.step import PagedLora, fill_tiles, tile_capacity
 from manylora.kernels.dispatch import Kernels, native_kernels, torch_kernels
 
 

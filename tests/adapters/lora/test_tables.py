@@ -5,7 +5,7 @@ import torch
 
 from adapters_factory import tiny_base
 from manylora.adapters.lora.layout import LoraLayout, RowRun, plan_layout
-from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.step import AdapterTables
 from residency_parts import tiny_geometry
 
 BASE = tiny_base()

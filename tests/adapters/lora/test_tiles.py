@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.adapters.lora.tiles import fill_tiles, tile_capacity, tile_rows
+from manylora.adapters.lora.step import fill_tiles, tile_capacity, tile_rows
 
 NUM_SLOTS = 7
 row_slots_lists = st.lists(st.integers(-1, NUM_SLOTS - 1), max_size=80).map(sorted)

@@ -44,7 +44,7 @@ def load_within(parts: ResidencyParts, ref: AdapterRef, seconds: float) -> None:
 
 def test_loads_are_timed_by_adapter_and_by_where_they_came_from(tmp_path: Path) -> None:
     parts, (first, second, _), _ = prepare(tmp_path, num_pages=100)
-    assert parts.residency.load_p95_s == {}
+    assert parts.residency.transfers.load_p95_s == {}
     load_within(parts, first, 5.0)
     assert resident(parts, first).slot == 0
     parts.evict_all()
@@ -55,8 +55,8 @@ def test_loads_are_timed_by_adapter_and_by_where_they_came_from(tmp_path: Path) 
     assert (resident(parts, first).loads, resident(parts, first).load_p95_s) == (2, 5.0)
     assert (resident(parts, second).loads, resident(parts, second).load_p95_s) == (1, 3.0)
     assert {resident(parts, ref).slot for ref in (first, second)} == {0, 1}
-    assert parts.residency.load_p95_s == {"stored>device": 5.0, "host>device": 2.0}
-    assert parts.residency.load_seconds == 10.0
+    assert parts.residency.transfers.load_p95_s == {"stored>device": 5.0, "host>device": 2.0}
+    assert parts.residency.transfers.load_seconds == 10.0
 
 
 def test_an_adapter_is_judged_by_its_last_loads_and_one_that_fails_is_none(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_packing_happens_once_and_a_swap_in_is_page_copies_and_one_table_row(
     assert (len(copied), parts.tables.num_written - rows, parts.loader.num_loads) == (pages, 1, 1)
     changed = [page for page in range(len(arena)) if not arena[page].equal(parts.arena.bytes[page])]
     assert set(changed) <= set(copied)
-    assert parts.residency.loads == {"stored>device:ok": 1, "host>device:ok": 1}
+    assert parts.residency.transfers.loads == {"stored>device:ok": 1, "host>device:ok": 1}
 
 
 @pytest.mark.parametrize("for_swapped_kv", [False, True])
@@ -114,12 +114,14 @@ def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone
     entry, busier = parts.residency.entries[ref.digest], parts.residency.entries[other.digest]
     busier.uses.note(0.0)
     parts.evictor.offer(busier)
-    assert entry.reload_cost()[0] == pytest.approx(pages * COSTS.copy_s + 2 * COSTS.token_s)
-    assert entry.reload_cost()[1] == pages + 2
+    assert parts.residency.reload_cost(entry)[0] == pytest.approx(
+        pages * COSTS.copy_s + 2 * COSTS.token_s
+    )
+    assert parts.residency.reload_cost(entry)[1] == pages + 2
     assert parts.evictor.first([entry, busier]) is busier
     parts.prefixes.evict_group(ref.digest)
-    assert entry.reload_cost()[0] == pytest.approx(pages * COSTS.copy_s)
-    assert entry.reload_cost()[1] == pages
+    assert parts.residency.reload_cost(entry)[0] == pytest.approx(pages * COSTS.copy_s)
+    assert parts.residency.reload_cost(entry)[1] == pages
     assert parts.evictor.first([entry, busier]) is entry
 
 
@@ -193,11 +195,11 @@ def test_a_larger_adapter_waits_while_a_slot_alone_would_not_do(tmp_path: Path) 
     parts.load(idle)
     kv = parts.pool.allocate(parts.pool.num_free, "kv")
     assert kv is not None
-    parts.residency.reserve_pages = 1
+    parts.residency.transfers.reserve_pages = 1
     parts.residency.hold(large)
     parts.settle()
     assert parts.residency.state(idle.digest) == "device"  # evicting it would not do, so it was not
-    parts.residency.reserve_pages = 0
+    parts.residency.transfers.reserve_pages = 0
     parts.settle()
     assert [parts.residency.state(ref.digest) for ref in (idle, large)] == ["host", "device"]
     assert len(kv) == parts.pool.capacity - pages

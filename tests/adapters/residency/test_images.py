@@ -5,7 +5,7 @@ import pytest
 from manylora.adapters.lora.layout import LoraLayout
 from manylora.adapters.residency.images import HostImage, HostImages
 from manylora.errors import PageAccountingError
-from manylora.memory.host_slab import HostSlab, SwapSpace
+from manylora.memory.arena import HostSlab, SwapSpace
 
 
 def make_images(num_pages: int = 6) -> HostImages:

@@ -72,7 +72,7 @@ def test_what_is_wanted_comes_first(tmp_path: Path) -> None:
     assert parts.residency.acquire(running.digest)
     kv = parts.pool.allocate(parts.pool.num_free - 2 * pages, "kv")
     assert kv is not None
-    parts.residency.reserve_pages = pages + 1
+    parts.residency.transfers.reserve_pages = pages + 1
     parts.residency.hold(wanted)
     parts.residency.pin(pinned, True)
     parts.settle()
@@ -80,7 +80,7 @@ def test_what_is_wanted_comes_first(tmp_path: Path) -> None:
         "NO_ROOM",
         2 * pages,
     )
-    parts.residency.reserve_pages = 0
+    parts.residency.transfers.reserve_pages = 0
     parts.settle()
     assert on_device(parts, [running, wanted, pinned]) == [True, True, True]
 
@@ -106,11 +106,11 @@ def test_a_pinned_adapter_takes_what_is_idle_and_nothing_that_is_in_use(tmp_path
 
 def test_without_room_a_pinned_adapter_is_not_read_over_and_over(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path, slab_pages=0)
-    parts.residency.reserve_pages = parts.pool.capacity - 1
+    parts.residency.transfers.reserve_pages = parts.pool.capacity - 1
     parts.residency.pin(ref, True)
     parts.settle()
     assert (parts.residency.state(ref.digest), parts.loader.num_loads) == ("stored", 1)
-    parts.residency.reserve_pages = 0
+    parts.residency.transfers.reserve_pages = 0
     parts.settle()
     assert (parts.residency.state(ref.digest), parts.loader.num_loads) == ("device", 2)
 
@@ -126,7 +126,7 @@ def test_a_pinned_adapter_that_cannot_be_loaded_is_tried_once_and_again_when_pin
     parts.residency.pin(sound, True)
     assert parts.settle() == []  # nobody waits for it
     assert on_device(parts, [broken, sound]) == [False, True]
-    assert parts.residency.loads == {"stored>device:failed": 1, "stored>device:ok": 1}
+    assert parts.residency.transfers.loads == {"stored>device:failed": 1, "stored>device:ok": 1}
     path.write_bytes(content)
     parts.settle()
     assert on_device(parts, [broken]) == [False]

@@ -13,9 +13,8 @@ import pytest
 
 from adapters_factory import random_lora
 from manylora.adapters.ref import AdapterTier
-from manylora.adapters.residency.entry import AdapterEntries
-from manylora.adapters.residency.residency import MAX_UNDER_WAY
-from manylora.adapters.residency.slots import SlotLease
+from manylora.adapters.residency.entry import AdapterEntries, SlotLease
+from manylora.adapters.residency.transfers import MAX_UNDER_WAY
 from manylora.errors import (
     AdapterIncompatibleError,
     AdapterUnavailableError,
@@ -40,16 +39,19 @@ def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_p
     parts.loads.run_one()
     assert residency.state(ref.digest) == "stored"  # nothing the engine sees changes before tick
     residency.tick(0)
-    assert (residency.state(ref.digest), residency.is_copying) == ("host", True)
+    assert (residency.state(ref.digest), residency.transfers.is_copying) == ("host", True)
     parts.copies.run_one()
     residency.tick(0)
-    assert (residency.state(ref.digest), residency.is_copying) == ("device", False)
+    assert (residency.state(ref.digest), residency.transfers.is_copying) == ("device", False)
     assert parts.pool.counts()["adapter"] == pages == residency.pages_needed(ref)
     assert parts.evict_all() == 0  # it is held
     residency.release_hold(ref.digest)
     assert parts.evict_all() == pages
     assert residency.state(ref.digest) == "host"
-    assert (residency.loads, parts.evictor.evictions) == ({"stored>device:ok": 1}, {"adapter": 1})
+    assert (residency.transfers.loads, parts.evictor.evictions) == (
+        {"stored>device:ok": 1},
+        {"adapter": 1},
+    )
     residency.check()
 
 
@@ -124,7 +126,10 @@ def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_p
         parts.residency.check()
     path.write_bytes(sound)
     parts.load(ref)
-    assert parts.residency.loads == {"stored>device:failed": 1 + len(broken), "stored>device:ok": 1}
+    assert parts.residency.transfers.loads == {
+        "stored>device:failed": 1 + len(broken),
+        "stored>device:ok": 1,
+    }
 
 
 def test_an_adapter_larger_than_the_pool_or_than_the_largest_rank_is_refused(
@@ -310,7 +315,7 @@ def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_
             residency.forget(draw.choice(refs).digest)
         residency.check()
         parts.pool.check()
-    residency.close()
+    residency.transfers.close()
     residency.check()
 
 
@@ -408,7 +413,7 @@ def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(
     parts.residency.hold(ref)  # by another request, before the first was told: it ends with it
     assert [failure.digest for failure in parts.residency.tick(0)] == [ref.digest]
     assert parts.evict_all() == pages
-    assert parts.residency.loads == {
+    assert parts.residency.transfers.loads == {
         "stored>device:ok": 1,
         "host>device:failed": 1,
         "host>device:ok": 1,

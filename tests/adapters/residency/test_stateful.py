@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from adapters_factory import Q_AND_V, random_lora, tiny_base
 from manylora.adapters.ref import AdapterRef
-from manylora.adapters.residency.entry import Stage
-from manylora.adapters.residency.slots import SlotLease
-from manylora.memory.host_slab import SwapSpace
+from manylora.adapters.residency.entry import SlotLease, Stage
+from manylora.memory.arena import SwapSpace
 from manylora.memory.prefix_cache import PrefixBlock
 from residency_parts import ResidencyParts, store
 
@@ -108,7 +107,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.untold.add(index)
         assert (
             self.placed() == placed
-            or self.parts.evictor.num_available >= self.residency.reserve_pages
+            or self.parts.evictor.num_available >= self.residency.transfers.reserve_pages
         )
 
     @precondition(lambda self: any(self.holds.values()))
@@ -184,7 +183,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def reserve(self, count: int) -> None:
-        self.residency.reserve_pages = count
+        self.residency.transfers.reserve_pages = count
 
     @rule(num_free=st.integers(1, NUM_PAGES - 1))
     def make_room(self, num_free: int) -> None:
@@ -248,7 +247,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.untold.clear()
         assert (
             self.placed() <= placed
-            or self.parts.evictor.num_available >= self.residency.reserve_pages
+            or self.parts.evictor.num_available >= self.residency.transfers.reserve_pages
         )
         assert kept <= self.on_device()
 
@@ -380,7 +379,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.parts.pool.free(pages, 0)
         for pages in self.swapped:
             self.parts.slab.free(pages)
-        self.residency.reserve_pages = 0
+        self.residency.transfers.reserve_pages = 0
         self.parts.settle(self.step)  # a copy may have failed that nobody was told of
         for index in range(len(LORAS)):
             self.residency.pin(self.refs[index], False)

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from manylora.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, StartMeasures
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Prices
 from manylora.engine.model.decoder import StepRows
-from manylora.memory.arena import PageCopier
+from manylora.memory.arena import HostSlab, PageCopier
 from manylora.memory.eviction import PageCosts
-from manylora.memory.host_slab import HostSlab
 from step_driver import StepDriver
 from tiny_models import make_model
 

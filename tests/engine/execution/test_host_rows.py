@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from manylora.adapters.residency.slots import SlotLease
-from manylora.engine.execution.host_rows import host_rows, host_slots
-from manylora.engine.execution.packed_step import PackedStep, pack_step
+from manylora.adapters.residency.entry import SlotLease
+from manylora.engine.execution.packed_step import PackedStep, host_rows, host_slots, pack_step
 from manylora.engine.model.decoder import StepRows
 from manylora.engine.model.linear import padded_rows
 from manylora.engine.scheduling.plan import Chunk, StepPlan

@@ -12,7 +12,7 @@ import torch
 from fake_engine import DEMO_MODEL, demo_ready
 from manylora.adapters.base_shape import BaseShape
 from manylora.adapters.lora.layout import adapter_pages, slot_bytes
-from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.step import AdapterTables
 from manylora.config import (
     GIB,
     MAX_SLOTS,
@@ -27,6 +27,7 @@ from manylora.engine.execution.memory_plan import (
     MIN_SLOTS,
     TABLE_DIVISOR,
     FreeMemory,
+    check_start,
     format_plan,
     free_memory,
     max_model_len,
@@ -39,7 +40,6 @@ from manylora.engine.model.spec import (
     model_geometry,
     read_spec,
 )
-from manylora.engine.start_checks import check_start
 from manylora.engine.status import MemoryPlan
 from manylora.errors import ConfigError
 from manylora.memory.geometry import PageGeometry, page_geometry
@@ -262,7 +262,7 @@ def test_a_gpu_computes_no_rounded_weights() -> None:
 def test_a_start_with_rounded_weights_on_a_gpu_is_refused_before_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manylora.engine.start_checks.count_cuda_devices", lambda: 1)
+    monkeypatch.setattr("manylora.engine.execution.memory_plan.count_cuda_devices", lambda: 1)
     check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="bf16")))
     with pytest.raises(ConfigError, match="int8 is computed on a CPU only"):
         check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="int8")))

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from manylora.adapters.residency.slots import SlotLease
+from manylora.adapters.residency.entry import SlotLease
 from manylora.engine.execution.packed_step import PackedStep, pack_step
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, SampleSpec, StepPlan

@@ -11,7 +11,7 @@ from fairness.engine import EngineSettings, VirtualEngine
 from fairness.goals import GOALS, Goal
 from fairness.service import UNIT_PRICES, ServiceLog, jain_index, max_min_shares
 from fairness.workloads import many_adapters
-from manylora.adapters.residency.slots import SlotLease
+from manylora.adapters.residency.entry import SlotLease
 from manylora.engine.scheduling.plan import Chunk, StepPlan
 
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from manylora.engine.fairness import lengths
-from manylora.engine.fairness.lengths import HALF_LIFE, MIN_OBSERVATIONS, UNSEEN_TOKENS, Lengths
+from manylora.engine.fairness import service
+from manylora.engine.fairness.service import HALF_LIFE, MIN_OBSERVATIONS, UNSEEN_TOKENS, Lengths
 
 CAP = 100_000
 
@@ -85,7 +85,7 @@ def test_a_very_long_run_keeps_its_precision() -> None:
 def test_memory_is_bounded_and_the_least_recently_updated_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lengths, "MAX_HISTOGRAMS", 6)
+    monkeypatch.setattr(service, "MAX_HISTOGRAMS", 6)
     known = taught([10] * 20, tenant="busy")
     for number in range(40):
         for _ in range(MIN_OBSERVATIONS):

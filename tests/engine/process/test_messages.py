@@ -9,12 +9,12 @@ import pytest
 
 from fake_engine import demo_ready
 from manylora.config import Config, ModelConfig, ServerConfig
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora.engine.process import messages
 from manylora.engine.request import ErrorInfo, RequestOutput, TokenLogprobs
 from manylora.engine.status import EngineLoad, EngineStatus, ResidentAdapter, StepBatches, StepStats
 from manylora.errors import ConfigError
-from manylora.memory.page_map import PageMap, PageUse
+from manylora.memory.pool import PageMap, PageUse
 from simulation.driven import adapter, request
 
 LOGPROBS = TokenLogprobs(

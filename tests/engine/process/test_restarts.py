@@ -34,7 +34,7 @@ from manylora.engine.process import client as client_module
 from manylora.engine.process import supervisor
 from manylora.engine.process.client import EngineClient
 from manylora.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
-from manylora.engine.process.pulse import StallDetector
+from manylora.engine.process.worker_process import StallDetector
 from manylora.engine.request import RequestOutput
 from manylora.engine.status import EngineReady
 from manylora.errors import ConfigError, EngineUnavailableError

@@ -11,14 +11,13 @@ import pytest
 
 from manylora.config import Config, ModelConfig
 from manylora.engine.process import messages
-from manylora.engine.process.pulse import Pulse
 from manylora.engine.process.supervisor import (
     MAX_SOCKET_PATH,
     SOCKET_NAME,
     EngineConnection,
     RestartPolicy,
 )
-from manylora.engine.process.worker_process import Worker
+from manylora.engine.process.worker_process import Pulse, Worker
 from manylora.errors import EngineUnavailableError
 
 

@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 
 from manylora.engine.request import FlowKey
+from manylora.engine.scheduling.request_pages import BlockTable
 from manylora.engine.scheduling.request_state import Beam, RequestState
-from manylora.memory.block_table import BlockTable
 from simulation.driven import Simulator, adapter, request
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Prices
 from manylora.engine.request import FlowKey, GenerationRequest
 from manylora.engine.scheduling.plan import Chunk
 from manylora.engine.scheduling.request_table import MAX_BYPASSES

@@ -186,7 +186,7 @@ def test_admissions_and_adapters_leave_room_for_those_that_run() -> None:
         simulator.submit(request(f"r{index}", prompt=5 * PAGE_TOKENS, max_tokens=60))
     simulator.pump()
     simulator.pump()  # now each has a new page that will do for four tokens
-    assert simulator.residency.reserve_pages == 3
+    assert simulator.residency.transfers.reserve_pages == 3
     free = simulator.pool.num_free
     simulator.submit(request("large", prompt=(free - 3) * PAGE_TOKENS + 1, max_tokens=2))
     simulator.pump()

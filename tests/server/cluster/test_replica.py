@@ -12,7 +12,7 @@ import pytest
 from api_server import api
 from fake_cluster import PEPPER, FakeCluster, FakeReplica
 from manylora.adapters.ref import ResidentAdapter
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, ConfigError
 from manylora.server.cluster.replica import Duties, join

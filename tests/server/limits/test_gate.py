@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora.engine.status import EngineLoad
 from manylora.errors import CapacityError, RateLimitError
 from manylora.server.limits.gate import BOOKED_SHARE, Admission, Gate

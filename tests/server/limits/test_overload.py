@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from api_server import BASE, Api, eventually
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora.engine.request import ErrorInfo
 from manylora.engine.status import EngineLoad
 

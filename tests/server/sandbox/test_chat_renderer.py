@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fake_engine import demo_tokenizer
-from manylora.engine.text.chat_template import MAX_CHARACTERS
+from manylora.engine.text.tokenizer import MAX_CHARACTERS
 from manylora.errors import InvalidRequestError
 from manylora.server.process.threads import Acting, acting
 from manylora.server.sandbox.chat_renderer import ChatRenderer

@@ -13,10 +13,10 @@ import pytest
 
 from api_server import ADMIN_KEY, Api, at_rest, eventually, new_client
 from manylora.adapters.ref import ResidentAdapter
-from manylora.engine.fairness.prices import TenantLoad
+from manylora.engine.fairness.service import TenantLoad
 from manylora.engine.status import StepBatches
 from manylora.errors import CapacityError
-from manylora.memory.page_map import PageMap, PageUse
+from manylora.memory.pool import PageMap, PageUse
 from manylora.server.telemetry import feed as engine_feed
 
 pytestmark = pytest.mark.anyio

@@ -122,13 +122,13 @@ class FetchingLoader:
         fetch_s: float,
     ) -> None:
         self._time = time
-        self._images = images
+        self.images = images
         self._slab = slab
         self._num_pages = num_pages
         self._fetch_s = fetch_s
         self.num_fetches = 0
 
-    def load(self, ref: AdapterRef) -> HostImage:
+    def load(self, ref: AdapterRef, *, is_paced: bool = True) -> HostImage:  # noqa: ARG002 - as the real one
         """Called on a loader's thread."""
         self.num_fetches += 1
         self._time.sleep(self._fetch_s)
@@ -136,7 +136,7 @@ class FetchingLoader:
 
     def image(self, digest: str) -> HostImage:
         """The image of an adapter, at once; the caller adds it to the images."""
-        return image_of(digest, self._num_pages[digest], self._images, self._slab)
+        return image_of(digest, self._num_pages[digest], self.images, self._slab)
 
 
 class CostedCopier:

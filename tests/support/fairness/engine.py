@@ -15,7 +15,7 @@ from manylora.config import SchedulerConfig
 from manylora.engine.request import FlowKey, GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import StepPlan
-from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import ModelLimits
 from simulation.adapters import adapter
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.virtual_time import VirtualExecutor, VirtualTime
@@ -194,7 +194,9 @@ class VirtualEngine(SimulatedEngine):
 
     @property
     def _num_loads_ever(self) -> int:
-        return sum(count for path, count in self.residency.loads.items() if path.endswith(":ok"))
+        return sum(
+            count for path, count in self.residency.transfers.loads.items() if path.endswith(":ok")
+        )
 
     def _place_adapters(self) -> None:
         """Bring adapters to the device and to the host before the first call, in no time that a call could see."""

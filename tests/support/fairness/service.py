@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Prices
 from manylora.engine.scheduling.plan import StepPlan
 
 UNIT_PRICES = Prices(prompt_context=0.0)

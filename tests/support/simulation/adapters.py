@@ -92,14 +92,14 @@ class SimulatedLoader:
         self._faults = scenario.faults
         self._time = time
         self._rng = rng
-        self._images = images
+        self.images = images
         self._slab = slab
         self.missing: set[str] = set()
         """Adapters whose blob is gone."""
         self.failed = failed
         """Adapters of which a load failed."""
 
-    def load(self, ref: AdapterRef) -> HostImage:
+    def load(self, ref: AdapterRef, *, is_paced: bool = True) -> HostImage:  # noqa: ARG002 - as the real one
         """As the real one: read, reserve, pack."""
         size = self._sizes[ref.digest]
         seconds = self._faults.load_s * size * self._rng.uniform(0.5, 1.5)
@@ -112,12 +112,12 @@ class SimulatedLoader:
             raise NeverFitsError(
                 f"The adapter needs {size} pages; at most {self._max_pages} are there."
             )
-        image = image_of(ref.digest, size, self._images, self._slab)
+        image = image_of(ref.digest, size, self.images, self._slab)
         try:
             self._time.sleep(seconds / 4)
             self._pack(ref.digest)
         except BaseException:
-            self._images.cancel(image.slab_pages)
+            self.images.cancel(image.slab_pages)
             raise
         return image
 

@@ -8,17 +8,20 @@ from typing import Any, cast
 from manylora.adapters.residency.images import HostImages
 from manylora.adapters.residency.load_threads import LoadQueue, TaskExecutor
 from manylora.adapters.residency.residency import Residency
+from manylora.adapters.residency.transfers import Transfers
 from manylora.config import SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.execution.memory_plan import CPU_STEP_TOKENS
 from manylora.engine.execution.runner import ModelRunner
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Prices
+from manylora.engine.grammar.compiler import Grammars
+from manylora.engine.grammar.matcher import Matcher
 from manylora.engine.scheduling.kv_pages import KvPages
-from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import ModelLimits
 from manylora.engine.scheduling.scheduler import Scheduler
+from manylora.memory.arena import SwapSpace
 from manylora.memory.eviction import Evictor, PageCosts
 from manylora.memory.geometry import PageGeometry
-from manylora.memory.host_slab import SwapSpace
 from manylora.memory.pool import PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache
 from simulation.adapters import SimulatedTables
@@ -37,6 +40,11 @@ def small_geometry(page_tokens: int, num_groups: int = 1) -> PageGeometry:
         head_dim=32,
         dtype_bytes=4,
     )
+
+
+def no_grammar(text: str) -> Matcher:
+    """No request of a simulation has a grammar."""
+    raise NotImplementedError(text)
 
 
 class WatchedResidency(Residency):
@@ -109,19 +117,17 @@ class SimulatedEngine:
         self.prefixes = WatchedPrefixCache(self.pool, self.evictor, block_s, clock)
         self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages)
         self.loader = make_loader(self.images, self.slab)
-        self.residency = WatchedResidency(
+        transfers = Transfers(
             self.loader,
             cast(Any, copier),
             self.pool,
-            self.images,
             cast(Any, self.tables),
             self.evictor,
-            costs,
             load_queue=LoadQueue(executors[0]),
             copy_queue=LoadQueue(executors[1]),
-            prefixes=self.prefixes,
             clock=clock,
         )
+        self.residency = WatchedResidency(transfers, costs, self.prefixes)
         kv = KvPages(
             geometry,
             self.pool,
@@ -138,6 +144,7 @@ class SimulatedEngine:
             limits,
             step_tokens=config.step_tokens or CPU_STEP_TOKENS,
             prices=prices or Prices(),
+            grammars=Grammars(no_grammar, executors[0]),
             clock=clock,
             draw_seed=lambda: 7,
         )

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from manylora.adapters.residency import images as host_images
-from manylora.adapters.residency import load_threads, residency
-from manylora.adapters.residency.entry import Stage
-from manylora.adapters.residency.slots import AdapterSlots, SlotLease
+from manylora.adapters.residency import load_threads, residency, transfers
+from manylora.adapters.residency.entry import AdapterSlots, SlotLease, Stage
 from manylora.engine.fairness.fair_order import FairOrder
 from manylora.engine.fairness.shares import FairShare
 from manylora.engine.scheduling import kv_pages
@@ -25,8 +24,8 @@ from manylora.engine.scheduling.request_state import RequestState
 from manylora.engine.scheduling.request_table import RequestTable
 from manylora.engine.scheduling.scheduler import Scheduler
 from manylora.memory import prefix_cache
+from manylora.memory.arena import HostSlab, SwapSpace
 from manylora.memory.eviction import Evictor
-from manylora.memory.host_slab import HostSlab, SwapSpace
 from manylora.memory.pool import NO_OWNER, PageKind, PagePool
 from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain
 
@@ -190,15 +189,15 @@ def preempt_whoever_is_newest(patch: pytest.MonkeyPatch) -> None:
 
 
 def use_an_adapter_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
-    place = residency.Residency._place
+    place = transfers.Transfers.place
 
-    def eager(self: residency.Residency, entry: Any) -> None:
+    def eager(self: transfers.Transfers, entry: Any) -> None:
         place(self, entry)
         if entry.stage is Stage.COPYING:
             self.entries.advance(entry, Stage.DEVICE)
             self.tables.write(entry.slot, entry.image.layout, entry.pages, {}, {})
 
-    patch.setattr(residency.Residency, "_place", eager)
+    patch.setattr(transfers.Transfers, "place", eager)
 
 
 def forget_who_uses_an_image(patch: pytest.MonkeyPatch) -> None:
@@ -231,13 +230,13 @@ def take_a_slot_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def point_at_pages_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    arrive = residency.Residency._arrive
+    arrive = transfers.Transfers._arrive
 
-    def shuffled(self: residency.Residency, entry: Any, image: Any) -> None:
+    def shuffled(self: transfers.Transfers, entry: Any, image: Any) -> None:
         entry.pages.reverse()
         arrive(self, entry, image)
 
-    patch.setattr(residency.Residency, "_arrive", shuffled)
+    patch.setattr(transfers.Transfers, "_arrive", shuffled)
 
 
 def drop_a_finished_load(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from manylora.config import SchedulerConfig
 from manylora.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import ModelLimits
 from manylora.errors import AdapterUnavailableError
 from manylora.memory.eviction import PageCosts
 from simulation.adapters import adapter as adapter
@@ -177,14 +177,14 @@ class DrivenStore:
 
     def keep(self, images: HostImages, slab: SimulatedSlab) -> DrivenStore:
         """Put images there from now on."""
-        self._images, self._slab = images, slab
+        self.images, self._slab = images, slab
         return self
 
-    def load(self, ref: AdapterRef) -> HostImage:
+    def load(self, ref: AdapterRef, *, is_paced: bool = True) -> HostImage:  # noqa: ARG002 - as the real one
         if ref.digest in self.broken:
             raise AdapterUnavailableError("The weights are gone.")
         size = self._sizes if isinstance(self._sizes, int) else self._sizes[ref.digest]
-        return image_of(ref.digest, size, self._images, self._slab)
+        return image_of(ref.digest, size, self.images, self._slab)
 
     def copy_now(self, _sources: Sequence[Any], _pages: Sequence[int]) -> None:
         """Do nothing: the contents of adapters do not matter here."""

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from manylora.config import SchedulerConfig
 from manylora.engine.request import EXPIRED, INTERNAL, NON_FINITE, RequestOutput
-from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import ModelLimits
 from manylora.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError
 from simulation.adapters import SimulatedCopier, SimulatedLoader
 from simulation.build import SimulatedEngine, small_geometry

@@ -12,10 +12,10 @@ from manylora.engine.fairness.shares import FairPlace
 from manylora.engine.scheduling import outcomes
 from manylora.engine.scheduling.kv_pages import KvPages
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from manylora.engine.scheduling.request_pages import StepCursor
 from manylora.engine.scheduling.request_state import RequestState
 from manylora.engine.scheduling.rows import Rows
 from manylora.engine.scheduling.scheduler import Scheduler
-from manylora.engine.scheduling.step_cursor import StepCursor
 from simulation.defects import Plant
 
 

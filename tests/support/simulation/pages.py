@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from manylora.memory.host_slab import HostSlab
+from manylora.memory.arena import HostSlab
 from manylora.memory.pool import PagePool
 
 Fail = Callable[[str], None]

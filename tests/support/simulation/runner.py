@@ -12,11 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from manylora.adapters.residency.slots import SlotLease
+from manylora.adapters.residency.entry import SlotLease
 from manylora.engine.core import MAX_FAILURES
 from manylora.engine.request import TokenLogprobs
 from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from manylora.engine.scheduling.request_limits import kv_tokens
+from manylora.engine.scheduling.request_state import kv_tokens
 from simulation.adapters import PlannedError
 from simulation.build import SimulatedEngine
 from simulation.pages import DevicePages, Fail, Keys, weights_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from manylora.adapters.ref import AdapterRef
-from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.service import Prices
 from manylora.engine.request import FlowKey, GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
 from manylora.memory.eviction import PageCosts

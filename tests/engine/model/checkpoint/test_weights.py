@@ -14,11 +14,11 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
+from manylora.engine.execution.memory_plan import model_bytes
 from manylora.engine.model.checkpoint.quantise import quantise
 from manylora.engine.model.checkpoint.weights import base_digest, load_decoder
 from manylora.engine.model.decoder import Decoder
 from manylora.engine.model.spec import expected_tensors, read_spec, resolve_model
-from manylora.engine.model.weight_bytes import model_bytes
 from manylora.engine.model.weight_files import weight_files
 from manylora.errors import ConfigError
 from tiny_models import make_model, with_own_head

@@ -40,9 +40,10 @@ def read(config: dict[str, Any], tensors: Tensors, shape: torch.Size) -> torch.T
     quantisation = read_quantisation(config)
     linear = StoredLinear("linear", shape[0], shape[1], quantisation, tensors)
     parts = FORMATS[quantisation.layout].parts(linear, set(tensors))
-    assert parts.keys() == tensors.keys()
-    for name, part in parts.items():
-        assert not part.shapes or tuple(tensors[name].shape) in part.shapes
+    assert tensors.keys() <= parts.keys()
+    assert all(parts[name].is_optional for name in parts.keys() - tensors.keys())
+    for name, tensor in tensors.items():
+        assert not parts[name].shapes or tuple(tensor.shape) in parts[name].shapes
     return dequantised(linear)
 
 

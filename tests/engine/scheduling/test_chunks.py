@@ -9,7 +9,7 @@ import pytest
 
 from manylora.config import SchedulerConfig
 from manylora.engine.request import FlowKey
-from manylora.engine.scheduling.step_budget import TARGET_AIM, StepBudget, StepTime
+from manylora.engine.scheduling.chunks import TARGET_AIM, StepBudget, StepTime
 from simulation.driven import Simulator, request
 
 UNIT_S = 0.001

@@ -6,7 +6,14 @@ from itertools import count, repeat
 
 import pytest
 
-from manylora.engine.process.pulse import LOOK_S, SILENT_S, STUCK_S, Pulse, Signs, StallDetector
+from manylora.engine.process.worker_process import (
+    LOOK_S,
+    SILENT_S,
+    STUCK_S,
+    Pulse,
+    Signs,
+    StallDetector,
+)
 
 LIVING = Signs(beats=1, turns=1, cpu_ticks=1, state="S")
 

@@ -1,23 +1,173 @@
-"""Service that each tenant got and still asks for, in the units of `manylora.engine.fairness.prices`."""
+"""Service in units: prices of work, predicted lengths of answers, and what each tenant got and still asks for.
+
+One unit is the time of one prompt token in a full chunk. Fair shares are counted in units, bills never. Prices are
+measured at start (`manylora.engine.execution.costs`). A price per kind of work is an idea of Sheng et al., "Fairness in
+Serving Large Language Models" (arXiv:2401.00588).
+
+An adapter is the best predictor of the length that a server has: each (tenant, adapter) has a histogram of its own, and
+one that was seen too seldom is predicted from its tenant, then from everybody. Lengths as the basis of reservation and
+order are the idea of Jin et al., "S3: Increasing GPU Utilization during Generative Inference" (arXiv:2306.06000).
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.prices import Prices, TenantLoad
 from manylora.engine.fairness.shares import FairPlace
 
+NUM_BINS = 32
+"""Two bins per doubling, so the last one begins at 2 ** 15.5 (46,341) tokens."""
+HALF_LIFE = 500
+"""Newer observations of its histogram after which an observation counts half."""
+MIN_OBSERVATIONS = 8
+"""A histogram with fewer is not asked."""
+MAX_HISTOGRAMS = 4096
+"""At most this many histograms of about 350 bytes are kept; the one that was updated longest ago goes first."""
+UNSEEN_TOKENS = 256
+"""Median where nothing was seen yet."""
+
+_GROWTH = 2 ** (1 / HALF_LIFE)
+_RESCALE_AT = 2.0**64
 MAX_KNOWN_TENANTS = 4096
 """More tenants than this are remembered only while they have requests."""
 RATE_HALF_LIFE_S = 1.0
 """Age at which computed units count half for a rate."""
 MAX_RATE_SPAN_S = 2.0
 """Longest time between two figures of a rate; a longer one counts as this, so that rates are right again soon after."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Units per piece of work. Prompt tokens found in the prefix cache cost nothing."""
+
+    prompt: float = 1.0
+    """One computed prompt token."""
+    output: float = 2.0
+    """One generated token, besides the context that it reads."""
+    context: float = 1 / 600
+    """One token of context that an output token attends to: it is read from memory for this row alone."""
+    prompt_context: float = 1 / 30_000
+    """One token of context that a prompt token attends to: the tokens of a chunk share the read, and each computes."""
+    rank: float = 1 / 16
+    """One rank of a distinct adapter in a step; its requests in the step share this."""
+    page_load: float = 2.0
+    """One page of an adapter that is brought to the device, paid by the tenant that asked for it."""
+
+    def next_token(self, context: float, *, is_prompt: bool) -> float:
+        """Price of a token of the prompt or of the output after `context` tokens."""
+        if is_prompt:
+            return self.prompt + self.prompt_context * context
+        return self.output + self.context * context
+
+    def load(self, num_pages: int | None) -> float:
+        """Price of bringing an adapter to the device; 0 while its size is unknown."""
+        return self.page_load * (num_pages or 0)
+
+
+# Frozen ones take three times as long to make, and there may be thousands.
+@dataclass(slots=True, kw_only=True)
+class TenantLoad:
+    """Requests and work of one tenant in the engine now."""
+
+    weight: float = 1.0
+    running: int = 0
+    """Requests with pages."""
+    paused: int = 0
+    """Requests with pages that sat out the last step."""
+    waiting: int = 0
+    """Requests without pages."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Waiting requests by reason, as in `EngineStatus.waiting_reasons`."""
+    queued: float = 0.0
+    """Units still to compute for its waiting requests, with predicted output lengths."""
+    backlog: float = 0.0
+    """Units still to compute for its waiting and running requests."""
+    rate: float = 0.0
+    """Units per second computed for it lately."""
+    service: float = 0.0
+    """Units computed for it since start."""
+
+
+class Lengths:
+    """Histograms of output lengths. Not thread-safe; memory is bounded by `MAX_HISTOGRAMS`."""
+
+    def __init__(self) -> None:
+        self._all = _Histogram()
+        self.histograms: dict[tuple[str | None, ...], _Histogram] = {}
+        """By tenant, and by tenant and adapter; the one updated last is at the end."""
+
+    def observe(self, tenant: str, adapter: str | None, tokens: int) -> None:
+        """Take in the length of an answer that ended by itself or at its bound, never that of an aborted one.
+
+        Args:
+            tenant: The tenant that sent the request.
+            adapter: The adapter's digest; None is the base model.
+            tokens: Generated tokens; less than one counts as one.
+        """
+        self._all.add(tokens)
+        for key in ((tenant,), (tenant, adapter)):
+            histogram = self.histograms.pop(key, None) or _Histogram()
+            histogram.add(tokens)
+            self.histograms[key] = histogram
+        while len(self.histograms) > MAX_HISTOGRAMS:
+            del self.histograms[next(iter(self.histograms))]
+
+    def p50(self, tenant: str, adapter: str | None, cap: int) -> int:
+        """Median length in tokens, from 1 to `cap`; `UNSEEN_TOKENS` where nothing is known."""
+        candidates = (
+            self.histograms.get((tenant, adapter)),
+            self.histograms.get((tenant,)),
+            self._all,
+        )
+        known = (
+            one
+            for one in candidates
+            if one is not None and one.num_observations >= MIN_OBSERVATIONS
+        )
+        histogram = next(known, None)
+        tokens = UNSEEN_TOKENS if histogram is None else histogram.median()
+        return max(1, min(tokens, cap))
+
+
+class _Histogram:
+    """Counts by logarithmic bins. Newer observations get more weight instead of older ones less, which is O(1)."""
+
+    __slots__ = ("_bins", "_total", "_weight")
+
+    def __init__(self) -> None:
+        self._bins = array("d", bytes(8 * NUM_BINS))
+        self._total = 0.0
+        self._weight = 1.0
+
+    @property
+    def num_observations(self) -> float:
+        """Sum of the observations' weights."""
+        # The newest count a little less than 1: 8 of them must reach 8.
+        return self._total / self._weight + 0.5
+
+    def add(self, tokens: int) -> None:
+        self._weight *= _GROWTH
+        if self._weight > _RESCALE_AT:
+            self._bins = array("d", (count / self._weight for count in self._bins))
+            self._total /= self._weight
+            self._weight = 1.0
+        self._bins[min(int(2 * math.log2(max(1, tokens))), NUM_BINS - 1)] += self._weight
+        self._total += self._weight
+
+    def median(self) -> int:
+        """Tokens that half of the answers do not exceed, interpolated within a bin on the logarithmic scale."""
+        left = self._total / 2
+        for index, count in enumerate(self._bins):
+            if count and left <= count:
+                return round(2 ** ((index + left / count) / 2))
+            left -= count
+        return round(2 ** (NUM_BINS / 2))  # rounding errors of the sums may leave a little
 
 
 class ComputedTokens(Protocol):
@@ -125,9 +275,9 @@ class TenantService:
         prompt = max(place.num_prompt - max(num_computed, place.num_charged), 0)
         output = max(place.predicted_tokens - num_output, 1)
         context = place.num_prompt + num_output + output / 2
-        return prompt * (prices.prompt + prices.prompt_context * place.num_prompt / 2) + output * (
-            prices.output + prices.context * context
-        )
+        return prompt * prices.next_token(
+            place.num_prompt / 2, is_prompt=True
+        ) + output * prices.next_token(context, is_prompt=False)
 
     def charge(
         self, computed: Sequence[tuple[FairPlace, ComputedTokens]]

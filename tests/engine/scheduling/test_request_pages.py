@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.memory.block_table import BlockTable
+from manylora.engine.scheduling.request_pages import BlockTable
 from manylora.memory.geometry import PageGeometry
 
 

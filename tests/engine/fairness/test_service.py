@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.engine.fairness.lengths import Lengths
-from manylora.engine.fairness.prices import Prices
-from manylora.engine.fairness.tenant_service import TenantService
+from manylora.engine.fairness.service import Lengths, Prices, TenantService
 
 
 def test_a_rate_once_measured_in_slow_steps_follows_the_quick_ones_that_nobody_waited_for() -> None:

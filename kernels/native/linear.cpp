@@ -106,7 +106,7 @@ struct SixteenBits {
 };
 
 // y [rows, columns], contiguous, = x [rows, features] @ weights^T + bias, which is padded to whole panels. `floats` has
-// room for the rows as floats, each padded to an even number.
+// room for the rows as floats, each padded to 16.
 void linear(const Bfloat16* x, int64_t x_stride, int64_t rows, int64_t features, const uint8_t* panels,
             const float* bias, int64_t columns, Bfloat16* y, float* floats) {
     const int64_t pitch = padded(features, LANES);

@@ -134,7 +134,8 @@ class StallDetector:
 
     def problem(self, signs: Signs) -> str | None:
         """Sentence about the stall of the engine; None while it lives."""
-        last, self._last = self._last, signs
+        last = self._last
+        self._last = signs
         if last is None or signs.state == _IS_TRACED:  # a debugger holds it
             self._silent_looks = self._stuck_looks = 0
             return None

@@ -39,7 +39,7 @@ BETWEEN = 10
 STRETCH = 5
 """Looks between two that are compared. What a version costs for good is in every stretch, what fills late in some."""
 MOST_GROWTH = 8 << 20
-"""Of all processes, in the stretch in which they grew least."""
+"""Bytes by which all processes may grow, in the stretch in which they grew least."""
 SETTINGS = {
     "model.threads": 1,
     "model.dtype": "float32",

@@ -44,7 +44,7 @@ def small_geometry(page_tokens: int, num_groups: int = 1) -> PageGeometry:
 
 def no_grammar(text: str) -> Matcher:
     """No request of a simulation has a grammar."""
-    raise NotImplementedError(text)
+    raise AssertionError(f"a request of a simulation asks for a grammar: {text}")
 
 
 class WatchedResidency(Residency):

@@ -177,7 +177,8 @@ class DrivenStore:
 
     def keep(self, images: HostImages, slab: SimulatedSlab) -> DrivenStore:
         """Put images there from now on."""
-        self.images, self._slab = images, slab
+        self.images = images
+        self._slab = slab
         return self
 
     def load(self, ref: AdapterRef, *, is_paced: bool = True) -> HostImage:  # noqa: ARG002 - as the real one

@@ -218,13 +218,14 @@ class Gate:
         # A tenant with rows enough for all its requests waits for none of them long.
         has_row = tenant.live < (self._load.rows if self._load else 0) * self._share(tenant)
         is_late = wait_s > limit_s and not has_row and not self._is_paused
+        is_too_late = wait_s > _deadline_s(request) and not self._is_paused
         is_full = self._is_full(tenant)
         is_crowded = tenant.waiting > 0 and (is_late or is_full)
         if turn > 0 and not is_crowded:
             tenant.slots.claim(
                 request.key
             )  # it came at its time, even if its own deadline forbids to wait
-        if is_crowded or (tenant.waiting and wait_s > _deadline_s(request)):
+        if is_crowded or (tenant.waiting and is_too_late):
             after_s = self._after_s(request, wait_s)
             if is_crowded:
                 after_s = self._slot_after_s(request, tenant, now_s, after_s, turn)

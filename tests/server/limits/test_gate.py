@@ -103,6 +103,8 @@ def test_while_the_engine_is_paused_requests_wait_as_long_as_there_is_room() -> 
     setting.gate.pause(True)
     assert num_usual + len(setting.fill()) == 60  # two thirds of the places, for one tenant
     assert len(setting.fill(tenant="other")) == 20
+    setting.admit(tenant="late")
+    setting.admit(tenant="late", deadline_s=0.001)  # the engine refuses it when its time is over
     setting.gate.pause(False)
     assert len(setting.fill(tenant="third")) < 20 / 3
 

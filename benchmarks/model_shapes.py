@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,3 +77,20 @@ MODELS = (
         "Llama-2-7B", num_layers=32, hidden=4096, intermediate=11008, num_heads=32, num_kv_heads=32
     ),
 )
+
+
+def weight_elements(model: ModelShape, vocab_size: int) -> int:
+    """Numbers in the linear layers and the head, all of which each step reads once."""
+    modules = sum(module.in_features * module.out_features for module in model.base().modules)
+    return model.num_layers * modules + vocab_size * model.hidden
+
+
+def lora_elements(model: ModelShape, ranks: Sequence[int]) -> int:
+    """Numbers in adapters of these ranks on all linear layers."""
+    of_rank = sum(module.in_features + module.out_features for module in model.base().modules)
+    return model.num_layers * sum(ranks) * of_rank
+
+
+def kv_elements(model: ModelShape, tokens: int) -> int:
+    """Numbers in keys and values of this number of tokens."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * tokens

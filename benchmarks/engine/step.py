@@ -3,16 +3,15 @@
     manylora bench step [--rows 1,8,32] [--prefill 2040] [--weights bf16,int8] [--json benchmarks/results/step-cpu.json]
 
 Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
-bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is one pass through all linear
-layers with packed weights and as many rows, measured in turns with the steps. Formats of weights are measured in turns,
-too, each with a floor of its own; `int8+kv8` has the KV cache in 8 bits as well. Prints a table of steps and their
-parts, in ms, and, last, one JSON line.
+bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is what no program can pass on
+this CPU: the bytes of all that the step reads, or its multiply-adds, at the rates that `kernels/native/peaks.py`
+measures in turns with the steps. Formats of weights are measured in turns, too; `int8+kv8` has the KV cache in 8 bits
+as well. Prints a table of steps and their parts, in ms, and, last, one JSON line.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -22,17 +21,15 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
-from manylora.adapters.base_shape import SITES
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
+from manylora.benchmarks.engine.step_work import StepLoad, step_work
 from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
 from manylora.benchmarks.report import Figures, Options, counts, take_turns
 from manylora.config import KvDtype
-from manylora.engine.model.linear import make_head, make_linear
+from manylora.kernels.native.peaks import measure_peaks
 from manylora.kernels.weight_format import WeightFormat
 
 PROMPT_TOKENS = 64
@@ -50,8 +47,6 @@ MIXED = "mixed adapters"
 LARGE = "rank 64"
 FIRST_STEPS = 4
 """Decode steps of fresh requests that are not timed."""
-NUM_PASSES = 5
-"""Timed passes of the floor, after one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,46 +61,6 @@ class Case:
     """Tokens of the prompt of each request."""
     is_prefill: bool = False
     """True if the step that computes the prompts is timed, instead of the decode steps."""
-
-
-class LinearPass:
-    """The linear layers of the 0.5B shape with random weights (0.8 GB in bfloat16).
-
-    They run in model order, so that every weight comes from memory and not from a cache, as in a real step.
-
-    Args:
-        weights: The format of the layers.
-    """
-
-    def __init__(self, weights: WeightFormat = "bf16") -> None:
-        base = QWEN.base()
-        sites = [
-            (sum(base.site_widths(index)), base.modules[site.modules[0]].in_features)
-            for index, site in enumerate(SITES)
-        ]
-        self._linears = [
-            (make_linear(_random(*shape), weights=weights), shape[1])
-            for shape in sites * base.num_layers
-        ]
-        self._head = make_head(_random(VOCAB_SIZE, QWEN.hidden), weights)
-
-    @torch.inference_mode()
-    def seconds(self, rows: int, head_rows: int) -> float:
-        """Median time of one pass over `rows` rows of activations, `head_rows` of which get logits."""
-        inputs = {width: _random(rows, width) for _, width in self._linears}
-        work = [(linear, inputs[width]) for linear, width in self._linears]
-        work.append((self._head, _random(head_rows, QWEN.hidden)))
-        seconds = []
-        for _ in range(NUM_PASSES + 1):
-            start_s = time.perf_counter()
-            for linear, x in work:
-                linear(x)
-            seconds.append(time.perf_counter() - start_s)
-        return statistics.median(seconds[1:])
-
-
-def _random(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns).mul_(0.02).to(torch.bfloat16)
 
 
 def engine_settings(max_rows: int) -> dict[str, Any]:
@@ -163,10 +118,9 @@ def store_adapters(engine: OwnEngine, folders: Sequence[Path]) -> dict[str, list
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A format of weights: its engine, its floor, and the adapters of this engine."""
+    """The engine of a format of weights, and its adapters."""
 
     engine: OwnEngine
-    floor: LinearPass
     adapters: dict[str, list[AdapterRef]]
 
 
@@ -177,14 +131,12 @@ def measure(options: Namespace) -> Figures:
     found = Figures()
     with timed_parts() as clock, ExitStack() as stack:
         contenders = {}
-        floors = dict[WeightFormat, LinearPass]()
         for name in options.weights:
             weights, kv_dtype = FORMATS[name]
             opened = OwnEngine(base, weights=weights, kv_dtype=kv_dtype, **settings)
             engine = stack.enter_context(opened)
-            floors[weights] = floors.get(weights) or LinearPass(weights)
             stored = store_adapters(engine, adapters)
-            contenders[name] = Contender(engine, floors[weights], stored)
+            contenders[name] = Contender(engine, stored)
         for case in make_cases(options):
             found |= measure_case(contenders, case, options, clock)
     return make_result(found, options.prompt_tokens)
@@ -193,14 +145,17 @@ def measure(options: Namespace) -> Figures:
 def measure_case(
     contenders: dict[str, Contender], case: Case, options: Namespace, clock: PartClock
 ) -> Figures:
-    """Run one case, all formats in turns, with a pass of the floor after each repeat."""
+    """Run one case, all formats in turns, and measure the CPU after each repeat."""
 
     def run(name: str, _round: int) -> tuple[list[float], Counter[str], float]:
         contender = contenders[name]
         adapters = contender.adapters[case.adapters]
         seconds, parts = timed_steps(contender.engine, case, adapters, options.steps, clock)
-        floor_rows = case.rows * case.prompt_tokens if case.is_prefill else case.rows
-        return seconds, parts, contender.floor.seconds(floor_rows, head_rows=case.rows)
+        ranks = [adapter.config.rank for adapter in adapters]
+        load = StepLoad(case.rows, case.prompt_tokens, case.is_prefill, ranks)
+        weights, kv_dtype = FORMATS[name]
+        work = step_work(QWEN, VOCAB_SIZE, load, weights, is_kv_int8=kv_dtype == "int8")
+        return seconds, parts, measure_peaks().seconds(work.num_bytes, work.multiply_adds)
 
     for contender in contenders.values():
         adapters = contender.adapters[case.adapters]

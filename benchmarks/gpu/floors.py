@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manylora.benchmarks.engine.kernels import Machine
-from manylora.benchmarks.model_shapes import DTYPE_BYTES, ModelShape
+from manylora.benchmarks.model_shapes import (
+    DTYPE_BYTES,
+    ModelShape,
+    kv_elements,
+    lora_elements,
+    weight_elements,
+)
 
 GOAL_BASE = 1.25
 """E1: a decode step of the base, as a multiple of its floor."""
@@ -29,23 +35,6 @@ GOAL_SWAPS = 1.05
 """M1: the 99th percentile of steps while adapters are loaded, as a multiple of that without loads."""
 GOAL_LAUNCHES = {False: 310, True: 440}
 """Kernels of a decode step on 32 layers, by whether adapters are in it."""
-
-
-def weight_elements(model: ModelShape, vocab_size: int) -> int:
-    """Numbers in the linear layers and the head, all of which each step reads once."""
-    modules = sum(module.in_features * module.out_features for module in model.base().modules)
-    return model.num_layers * modules + vocab_size * model.hidden
-
-
-def lora_elements(model: ModelShape, ranks: Sequence[int]) -> int:
-    """Numbers in adapters of these ranks on all linear layers."""
-    of_rank = sum(module.in_features + module.out_features for module in model.base().modules)
-    return model.num_layers * sum(ranks) * of_rank
-
-
-def kv_elements(model: ModelShape, tokens: int) -> int:
-    """Numbers in keys and values of this number of tokens."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * tokens
 
 
 def decode_floor_s(

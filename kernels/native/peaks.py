@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,9 +30,12 @@ class CpuPeaks:
     """Bytes read from memory."""
     multiply_adds_per_s: dict[Product, float]
 
-    def seconds(self, num_bytes: float, multiply_adds: float, product: Product) -> float:
-        """Time below which no kernel reads these bytes and computes these products."""
-        return max(num_bytes / self.bytes_per_s, multiply_adds / self.multiply_adds_per_s[product])
+    def seconds(self, num_bytes: float, multiply_adds: Mapping[Product, float]) -> float:
+        """Time below which nothing reads these bytes and computes these products."""
+        computed_s = sum(
+            count / self.multiply_adds_per_s[product] for product, count in multiply_adds.items()
+        )
+        return max(num_bytes / self.bytes_per_s, computed_s)
 
 
 def measure_peaks() -> CpuPeaks:

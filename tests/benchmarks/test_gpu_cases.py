@@ -17,7 +17,7 @@ from manylora.benchmarks.gpu import case_log, floors, kernels, memory, step
 from manylora.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, is_failure, line, run_cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
 from manylora.benchmarks.gpu.verbs import VERBS
-from manylora.benchmarks.model_shapes import MODELS
+from manylora.benchmarks.model_shapes import MODELS, kv_elements, lora_elements, weight_elements
 
 CPU = torch.device("cpu")
 LLAMA = MODELS[0]
@@ -155,9 +155,9 @@ def test_a_line_shows_figure_floor_and_goal() -> None:
 
 
 def test_floors_of_decode_steps_are_those_of_their_bytes() -> None:
-    assert floors.weight_elements(LLAMA, VOCAB) * 2 == pytest.approx(15.01e9, rel=1e-3)
-    assert floors.lora_elements(LLAMA, [16]) * 2 == 80 << 20
-    assert floors.kv_elements(LLAMA, 32 * 1024) * 2 == pytest.approx(4.295e9, rel=1e-3)
+    assert weight_elements(LLAMA, VOCAB) * 2 == pytest.approx(15.01e9, rel=1e-3)
+    assert lora_elements(LLAMA, [16]) * 2 == 80 << 20
+    assert kv_elements(LLAMA, 32 * 1024) * 2 == pytest.approx(4.295e9, rel=1e-3)
 
     def floor_ms(rows: int, context: int, ranks: list[int]) -> float:
         return 1e3 * floors.decode_floor_s(LLAMA, VOCAB, rows, context, ranks, H200)

@@ -8,7 +8,6 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,15 @@ from manylora.adapters.blobs.local import LocalBlobs
 from manylora.benchmarks.engine import step
 from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
+from manylora.benchmarks.engine.step_work import PRODUCTS as PRODUCT_OF
+from manylora.benchmarks.engine.step_work import StepLoad, step_work
+from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE
 from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.engine.build import build_engine
 from manylora.engine.request import GenerationRequest
 from manylora.engine.sampling_params import SamplingParams
+from manylora.kernels.native.peaks import PRODUCTS, CpuPeaks
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 
@@ -119,29 +122,81 @@ def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(
     assert (status.running, status.waiting) == (0, 0)
 
 
-def test_formats_of_weights_take_turns_at_a_case_and_are_named(tmp_path: Path) -> None:
+def test_formats_of_weights_take_turns_at_a_case_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, _ = make_config(tmp_path, vocab_size=VOCAB_SIZE)
     options = argparse.Namespace(steps=2, repeats=3)
     order: list[str] = []
+    timed_steps = step.timed_steps
 
-    def floor(weights: str) -> Any:
-        def seconds(rows: int, head_rows: int) -> float:
-            order.append(weights)
-            return 0.5 * rows / head_rows
+    def timed(engine: OwnEngine, case: step.Case, *rest: Any) -> Any:
+        order.append(engine.ready.number_format)
+        return timed_steps(engine, case, *rest)
 
-        return SimpleNamespace(seconds=seconds)
-
+    slow = CpuPeaks(1e9, dict.fromkeys(PRODUCTS, 1e9))
+    monkeypatch.setattr(step, "timed_steps", timed)
+    monkeypatch.setattr(step, "measure_peaks", lambda: slow)
     with timed_parts() as clock, ExitStack() as stack:
         contenders: dict[str, step.Contender] = {}
         for name in step.formats("int8+kv8,bf16"):
             weights, kv_dtype = step.FORMATS[name]
             opened = OwnEngine(config.model.path, weights=weights, kv_dtype=kv_dtype, **SMALL)
             engine = stack.enter_context(opened)
-            contenders[name] = step.Contender(engine, floor(weights), {step.BASE: []})
+            contenders[name] = step.Contender(engine, {step.BASE: []})
         case = step.Case("two", 2, prompt_tokens=8)
         found = step.measure_case(contenders, case, options, clock)
-    assert order == ["bf16", "int8", "int8", "bf16", "bf16", "int8"]
+    assert order[2:] == [*order[:2], *order[1::-1], *order[:2]], "after two that warm up"
     assert list(found) == ["two", "two, int8+kv8"]
-    assert all(
-        case["floor_ms"] == 500 and case["part_ms"]["linear layers"] > 0 for case in found.values()
-    )
+    for name, format_ in zip(found, contenders, strict=True):
+        weights, kv_dtype = step.FORMATS[format_]
+        load = StepLoad(requests=2, context=8)
+        work = step_work(QWEN, VOCAB_SIZE, load, weights, is_kv_int8=kv_dtype == "int8")
+        floor_s = slow.seconds(work.num_bytes, work.multiply_adds)
+        assert found[name]["floor_ms"] == pytest.approx(1e3 * floor_s)
+        assert found[name]["part_ms"]["linear layers"] > 0
+
+
+NUM_LAYERS = 24
+LAYER = 896 * (2 * 896 + 2 * 128 + 3 * 4864)
+"""Numbers in the linear layers of one layer of the 0.5B shape."""
+HEAD = VOCAB_SIZE * 896
+
+
+def test_a_decode_step_reads_all_weights_once_and_multiplies_each_with_every_row() -> None:
+    work = step_work(QWEN, VOCAB_SIZE, StepLoad(requests=3, context=10), "bf16")
+    weights = NUM_LAYERS * LAYER + HEAD
+    assert work.num_bytes == 2 * (weights + 3 * 10 * NUM_LAYERS * 2 * 128)
+    assert work.multiply_adds == {"bfloat16": 3 * (weights + 10 * NUM_LAYERS * 2 * 896)}
+
+
+def test_a_prompt_has_one_row_of_logits_and_reads_no_keys() -> None:
+    load = StepLoad(requests=1, context=100, is_prompt=True)
+    work = step_work(QWEN, VOCAB_SIZE, load, "bf16")
+    pairs = 100 * 101 // 2
+    assert work.num_bytes == 2 * (NUM_LAYERS * LAYER + HEAD)
+    assert work.multiply_adds == {
+        "bfloat16": 100 * NUM_LAYERS * LAYER + HEAD + pairs * NUM_LAYERS * 2 * 896
+    }
+
+
+def test_weights_of_few_bits_are_few_bytes_and_their_heads_have_8_bits() -> None:
+    one = StepLoad(requests=1, context=1)
+    found = {name: step_work(QWEN, VOCAB_SIZE, one, name) for name in PRODUCT_OF}
+    assert found["int8"].num_bytes == pytest.approx(found["bf16"].num_bytes / 2, rel=0.02)
+    in_four = NUM_LAYERS * LAYER * (0.5 + 2 / 32)
+    assert found["int4"].num_bytes == pytest.approx(in_four + HEAD, rel=0.01)
+    assert found["int4"].multiply_adds["int4"] == NUM_LAYERS * LAYER
+    assert found["int4"].multiply_adds["int8"] == HEAD
+    kept = step_work(QWEN, VOCAB_SIZE, one, "int8", is_kv_int8=True)
+    assert found["int8"].num_bytes - kept.num_bytes == NUM_LAYERS * 2 * 2 * (64 - 4)
+
+
+def test_adapters_are_read_once_and_multiplied_with_the_rows_that_have_them() -> None:
+    of_rank = NUM_LAYERS * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    base = step_work(QWEN, VOCAB_SIZE, StepLoad(requests=4, context=5), "bf16")
+    load = StepLoad(requests=4, context=5, ranks=[8, 16, 32])
+    work = step_work(QWEN, VOCAB_SIZE, load, "bf16")
+    assert work.num_bytes - base.num_bytes == 2 * (8 + 16 + 32) * of_rank
+    more = work.multiply_adds["bfloat16"] - base.multiply_adds["bfloat16"]
+    assert more == (8 + 16 + 32 + 8) * of_rank

@@ -15,8 +15,8 @@ pytestmark = needs_compiler
 
 def test_a_bound_is_the_larger_of_bytes_and_products() -> None:
     peaks = CpuPeaks(100.0, dict.fromkeys(PRODUCTS, 10.0))
-    assert peaks.seconds(200, 5, "int8") == 2.0
-    assert peaks.seconds(200, 50, "int8") == 5.0
+    assert peaks.seconds(200, {"int8": 5}) == 2.0
+    assert peaks.seconds(200, {"int8": 30, "bfloat16": 20}) == 5.0
 
 
 def test_this_cpu_is_measured() -> None:

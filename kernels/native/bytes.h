@@ -1,11 +1,20 @@
 // Exact products of bytes: unsigned weights times signed activations from -127 to 127, summed as integers of 32 bits.
 //
-// Vectors are as wide as this CPU's registers. With VNNI one instruction takes 4 bytes of each lane. Without it, weights
-// of 8 bits are widened to 16, once for all rows of a block: an instruction that multiplies bytes would saturate. Those
-// of 4 bits are so small that their products with 32 activations are summed in 16 bits.
+// Vectors are as wide as this CPU's registers. Where a CPU has the instruction, it takes 4 bytes of each lane: VNNI, of
+// AVX-512 or of AVX2, and the dot product of aarch64. Without it, weights of 8 bits are widened to 16, once for all rows
+// of a block: an instruction that multiplies bytes would saturate. Those of 4 bits are so small that their products with
+// 32 activations are summed in 16 bits.
 #pragma once
 
 #include "simd.h"
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
+#define MANYLORA_BYTE_PRODUCTS
+#endif
 
 namespace manylora {
 
@@ -13,22 +22,38 @@ constexpr int64_t UNIT = 4;  // bytes of a row that a lane takes at once
 
 typedef int16_t Shorts __attribute__((vector_size(REGISTER_BYTES)));
 
-#ifdef __AVX512VNNI__
+#ifdef MANYLORA_BYTE_PRODUCTS
+
 constexpr bool IS_WIDENED = false;
 constexpr int BYTE_ROWS = 6;  // rows of a product that are kept in registers
+
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int64_t BYTE_ZERO = 128;  // is taken away from each weight of 8 bits: this instruction takes signed ones
 #else
-constexpr bool IS_WIDENED = true;  // codes of rows are kept in 16 bits too
-constexpr int BYTE_ROWS = 4;
+constexpr int64_t BYTE_ZERO = 0;
 #endif
 
-#ifdef __AVX512VNNI__
-
-// Lane i: sums + the products of the 4 unsigned bytes of `weights` with the 4 signed ones of `x`.
+// Lane i: sums + the products of the 4 unsigned bytes of `weights`, less ZERO, with the 4 signed ones of `x`. ZERO is
+// BYTE_ZERO, or 0 where weights are at most 127.
+template <int64_t ZERO>
 MANYLORA_INLINE Sums multiply_bytes(Sums sums, Sums weights, Sums x) {
+#if defined(__AVX512VNNI__)
     return (Sums)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (Sums)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)x);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Sums)vusdotq_s32((int32x4_t)sums, (uint8x16_t)weights, (int8x16_t)x);
+#else
+    const Sums moved = ZERO == 0 ? weights : weights ^ all_equal(0x80808080);
+    return (Sums)vdotq_s32((int32x4_t)sums, (int8x16_t)moved, (int8x16_t)x);
+#endif
 }
 
 #else
+
+constexpr bool IS_WIDENED = true;  // codes of rows are kept in 16 bits too
+constexpr int64_t BYTE_ZERO = 0;
+constexpr int BYTE_ROWS = 4;
 
 // Lane i: the products of 2 numbers of 16 bits, added; none is beyond 255 * 127.
 MANYLORA_INLINE Sums multiply_pairs(Shorts a, Shorts b) {

@@ -14,8 +14,10 @@ TILE_DATA = 18
 """Part of the CPU's state with AMX's tiles."""
 AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 AVX512 = frozenset({*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-BF16 = frozenset({*AVX512, "avx512_bf16", "avx512_vnni"})
+VNNI = frozenset({*AVX512, "avx512_vnni"})
+BF16 = frozenset({*VNNI, "avx512_bf16"})
 TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+DOT_PRODUCT = frozenset({"asimd", "asimdrdm", "asimddp", "atomics", "crc32"})
 BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 
@@ -31,6 +33,8 @@ class Level:
     """Features that the CPU must have, as /proc/cpuinfo names them."""
     flags: tuple[str, ...]
     """For the compiler."""
+    is_emulated: bool = False
+    """True if its kernels ran in emulators alone."""
 
 
 LEVELS = (
@@ -41,11 +45,18 @@ LEVELS = (
         (*BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
     Level("x86-64-v4-bf16", "x86_64", BF16, BF16_FLAGS),
+    Level("x86-64-v4-vnni", "x86_64", VNNI, ("-march=x86-64-v4", "-mavx512vnni")),
     Level("x86-64-v4", "x86_64", AVX512, ("-march=x86-64-v4",)),
+    Level("x86-64-v3-vnni", "x86_64", AVX2 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
     Level("x86-64-v3", "x86_64", AVX2, ("-march=x86-64-v3",)),
-    Level("aarch64", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
+    Level(
+        "aarch64-i8mm", "aarch64", DOT_PRODUCT | {"i8mm"}, ("-march=armv8.2-a+dotprod+i8mm",), True
+    ),
+    Level("aarch64-dotprod", "aarch64", DOT_PRODUCT, ("-march=armv8.2-a+dotprod",), True),
+    Level("aarch64", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",), True),
 )
 """The best first."""
+EMULATED_LEVELS = frozenset(level.name for level in LEVELS if level.is_emulated)
 BF16_LEVELS = frozenset(level.name for level in LEVELS if level.features >= BF16)
 """Levels with an instruction that multiplies bfloat16."""
 

@@ -96,8 +96,8 @@ extern "C" int64_t peak_bfloat16(int64_t steps) {
 extern "C" int64_t peak_int8(int64_t steps) {
 #ifdef MANYLORA_TILES
     return tiles_on_all_threads<int32_t>(steps) * TILE * TILE * 64;
-#elif defined(__AVX512VNNI__)
-    const auto step = [](Sums sum, Sums a, Sums b) { return multiply_bytes(sum, a, b); };
+#elif defined(MANYLORA_BYTE_PRODUCTS)
+    const auto step = [](Sums sum, Sums a, Sums b) { return multiply_bytes<0>(sum, a, b); };
     return on_all_threads<Sums, Sums>(steps, step) * SINGLES * 4;
 #else
     const auto step = [](Sums sum, Shorts a, Shorts b) { return sum + multiply_pairs(a, b); };
@@ -106,8 +106,8 @@ extern "C" int64_t peak_int8(int64_t steps) {
 }
 
 extern "C" int64_t peak_int4(int64_t steps) {
-#ifdef __AVX512VNNI__
-    const auto step = [](Sums sum, Sums a, Sums b) { return multiply_bytes(sum, a, b); };
+#ifdef MANYLORA_BYTE_PRODUCTS
+    const auto step = [](Sums sum, Sums a, Sums b) { return multiply_bytes<0>(sum, a, b); };
     return on_all_threads<Sums, Sums>(steps, step) * SINGLES * 4;
 #else
     const auto step = [](Shorts sum, Sums a, Sums b) { return sum + multiply_nibbles(a, b); };

@@ -82,7 +82,7 @@ MANYLORA_INLINE Floats to_floats(const Sums* sums) { return to_floats(load_bits<
 // 8 bits: panels [columns / PANEL][units][PANEL][4], units padded to PITCH codes; scales [columns].
 struct EightBits {
     using Codes = int8_t;  // of the rows, where they are multiplied on tiles
-    static constexpr int64_t ZERO = 128, TASK = 64, PANEL = panel_columns(TASK);
+    static constexpr int64_t ZERO = 128 - BYTE_ZERO, TASK = 64, PANEL = panel_columns(TASK);
     static constexpr int64_t VECTOR_BYTES = LANES * UNIT, STEP_BYTES = PANEL * UNIT;
     static constexpr int ROWS = BYTE_ROWS;
     static constexpr int64_t MANY_ROWS = 0;
@@ -105,10 +105,10 @@ struct EightBits {
             for (int n = 0; n < N; n++) {
                 columns[n] = load_bits<Sums>(weights[n / REGISTERS_OF_LANES] + n % REGISTERS_OF_LANES * sizeof(Sums));
             }
-#ifdef __AVX512VNNI__
+#ifdef MANYLORA_BYTE_PRODUCTS
             for (int r = 0; r < R; r++) {
                 const Sums factor = unit_at(x.codes + r * x.pitch + k);
-                for (int n = 0; n < N; n++) sums[r][n] = multiply_bytes(sums[r][n], columns[n], factor);
+                for (int n = 0; n < N; n++) sums[r][n] = multiply_bytes<BYTE_ZERO>(sums[r][n], columns[n], factor);
             }
 #else
             Shorts even[N], odd[N];
@@ -190,12 +190,12 @@ struct FourBits {
     template <int R, int N>
     static MANYLORA_INLINE void multiply_group(const Activations& x, Vectors weights, int64_t k, int64_t group,
                                                Sums (&sums)[R][N]) {
-#ifdef __AVX512VNNI__
+#ifdef MANYLORA_BYTE_PRODUCTS
         for (int r = 0; r < R; r++) {
             for (int n = 0; n < N; n++) sums[r][n] = all_equal(x.starts[r * x.groups + group]);
         }
         const auto add = [&sums](int r, int n, Sums weights, Sums codes) {
-            sums[r][n] = multiply_bytes(sums[r][n], weights, codes);
+            sums[r][n] = multiply_bytes<0>(sums[r][n], weights, codes);
         };
 #else
         Shorts pairs[R][N] = {};
@@ -221,7 +221,7 @@ struct FourBits {
                 }
             }
         }
-#ifndef __AVX512VNNI__
+#ifndef MANYLORA_BYTE_PRODUCTS
         for (int r = 0; r < R; r++) {
             const Sums start = all_equal(x.starts[r * x.groups + group]);
             for (int n = 0; n < N; n++) sums[r][n] = start + multiply_pairs(pairs[r][n], Shorts{} + 1);

@@ -103,14 +103,20 @@ def _torch() -> Iterator[Finding]:
 
 def _cpu_kernels() -> Iterator[Finding]:
     from manylora.kernels.native.compilation import NativeUnavailableError
-    from manylora.kernels.native.library import describe, find_library
+    from manylora.kernels.native.levels import EMULATED_LEVELS
+    from manylora.kernels.native.library import describe, find_library, level_of
     from manylora.kernels.native.peaks import measure_peaks
 
     try:
-        yield Finding("CPU kernels", "ok", describe(find_library()))
+        library = find_library()
     except NativeUnavailableError as error:
         yield Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
         return
+    if level_of(library) in EMULATED_LEVELS:
+        said = f"{describe(library)}; Manylora's tests ran these in an emulator, not on such a CPU"
+        yield Finding("CPU kernels", "warn", said, "compare some answers with another machine's")
+    else:
+        yield Finding("CPU kernels", "ok", describe(library))
     peaks = measure_peaks()
     rates = (f"{rate / 1e9:.0f} in {name}" for name, rate in peaks.multiply_adds_per_s.items())
     products = ", ".join(rates)

@@ -16,6 +16,7 @@ from api_adapters import sound, sound_mlx
 from fake_engine import DEMO_MODEL
 from manylora.cli import COMMANDS, make_app
 from manylora.config import environment
+from manylora.kernels.native import library
 from manylora.server.settings import load_config, setting_names
 from postgres_server import fresh_database
 from recording_server import Recorder
@@ -414,6 +415,16 @@ def test_the_doctor_finds_the_model_and_says_what_is_wrong(
     status, found = findings("--port", "0")
     assert (status, found["CPU kernels"]["result"]) == (0, "warn")
     assert "CXX=no-such-compiler is no program" in found["CPU kernels"]["detail"]
+
+
+def test_the_doctor_says_where_kernels_were_only_emulated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "level_of", lambda _: "aarch64-i8mm")
+    done = run("doctor", "--data-dir", str(tmp_path), "--port", "0")
+    (line,) = [each for each in done.stdout.splitlines() if "CPU kernels:" in each]
+    assert line.startswith("warn"), line
+    assert "in an emulator, not on such a CPU -> compare some answers" in line
 
 
 def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> None:

@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterator
 import pytest
 from filelock import FileLock  # torch brings it
 
-from implementations import IMPLEMENTATIONS, Implementation, flags_for, marks, trap_tiles
+from implementations import (
+    IMPLEMENTATIONS,
+    SOURCES_OF,
+    Implementation,
+    copy_sources,
+    flags_for,
+    marks,
+    trap_tiles,
+)
+from manylora.kernels.native import compilation
 from manylora.kernels.native import library as native_library
 from manylora.kernels.native.library import load_library
 
@@ -52,9 +61,14 @@ def compiled(
 
     @functools.cache
     def library(build: str) -> ctypes.CDLL:
-        with FileLock(folder / f"{build}.lock"):
+        with FileLock(folder / f"{build}.lock"), pytest.MonkeyPatch.context() as patch:
             if build == "x86-64-v4-amx":
                 trap_tiles(folder)
+            if build in SOURCES_OF:
+                sources = folder / build
+                if not sources.exists():
+                    copy_sources(sources, *SOURCES_OF[build])
+                patch.setattr(compilation, "SOURCES", sources)
             return load_library(flags_for(build))
 
     return library

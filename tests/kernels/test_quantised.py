@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from implementations import BF16, F16, F32, NATIVE, TORCH, Implementation, num_threads
+from implementations import BF16, F16, F32, NATIVE, TORCH, VNNI, Implementation, num_threads
 from manylora.kernels.native.quantised import QuantisedLinear
 from manylora.kernels.plain.quantised import has_exact_int_mm
 from manylora.kernels.quantised import (
@@ -22,7 +22,7 @@ from manylora.kernels.quantised import (
 from manylora.kernels.weight_format import GROUP, layer_bytes
 
 Rounded = Literal["int8", "int4"]
-IMPLEMENTATIONS = [TORCH, *NATIVE]
+IMPLEMENTATIONS = [TORCH, *NATIVE, VNNI]
 FORMATS: dict[Rounded, Callable[[torch.Tensor], QuantisedWeight]] = {
     "int8": Int8Weight.of,
     "int4": Int4Weight.of,

@@ -39,8 +39,11 @@ BUILDS = {
     "x86-64-v4": LEVEL["x86-64-v4"],  # no products of bfloat16
     "x86-64-v3": LEVEL["x86-64-v3"],  # no AVX-512
     "x86-64-v4-amx": LEVEL["x86-64-v4-amx"],
+    "x86-64-v3-vnni": LEVEL["x86-64-v3-vnni"],  # as the one before it but for products of codes
 }
 """What the tests compile for. Where the CPU has no AMX, `trap_tiles` stands for it."""
+SOURCES_OF = {"x86-64-v3-vnni": ("quantised.cpp",)}
+"""What is compiled for a build that only one module of tests takes; all for the others."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,13 @@ class Implementation:
 
 
 TORCH = Implementation("torch", torch_kernels, (F32, F16, BF16), has_rounded_scores=True)
-NATIVE = [Implementation(build, native_kernels, (F32, BF16), build=build) for build in BUILDS]
+NATIVE = [
+    Implementation(build, native_kernels, (F32, BF16), build=build)
+    for build in BUILDS
+    if build not in SOURCES_OF
+]
+VNNI = Implementation("x86-64-v3-vnni", native_kernels, (F32, BF16), build="x86-64-v3-vnni")
+"""For products of codes alone."""
 TRITON = (
     Implementation(
         "triton", triton_kernels, (F32, BF16)

@@ -272,7 +272,7 @@ def test_text_that_breaks_the_format_stays_content() -> None:
     assert more.content + last.content == "<|tool_call>call:add{a:}<tool_call|> and more to come"
 
 
-DEEP = "[" * 3000
+DEEP = "[" * 200_000
 XML_TAGS: tuple[str, Any] = (
     "add",
     {"a": 1, "tags": ["</parameter></tool_call>", "<parameter=a>\n</function>\n</tool_call>"]},

@@ -31,7 +31,7 @@ from manylora.adapters.residency.residency import Residency
 from manylora.adapters.residency.transfers import Transfers
 from manylora.config import Config
 from manylora.engine.core import EngineCore
-from manylora.engine.execution.costs import StartMeasures
+from manylora.engine.execution.costs import StartMeasures, slowness
 from manylora.engine.execution.memory_plan import (
     REFERENCE_RANK,
     format_plan,
@@ -43,6 +43,7 @@ from manylora.engine.execution.runner import ModelRunner
 from manylora.engine.execution.sampler import Sampler
 from manylora.engine.execution.step_program import StepDevice
 from manylora.engine.execution.step_programs import StepPrograms, bucket_rows, cuda_graphs
+from manylora.engine.fairness.service import Prices
 from manylora.engine.grammar.compiler import Grammars
 from manylora.engine.grammar.matcher import GrammarTokens
 from manylora.engine.model.checkpoint.weights import base_digest, load_decoder
@@ -225,8 +226,15 @@ def build_engine(
         set_stepping=pace.set_stepping,
         compiles=CompileWatch().begin(),
     )
-    logger.debug("%s", format_plan(plan, ready))
+    _tell(plan, ready, costs, prices)
     return EngineParts(core, ready, folder, loader.memory, grammar_tokens)
+
+
+def _tell(plan: MemoryPlan, ready: EngineReady, costs: PageCosts, prices: Prices) -> None:
+    """Log how the memory is divided, and a CPU that is slow for this model."""
+    logger.debug("%s", format_plan(plan, ready))
+    if ready.device == "cpu" and (slow := slowness(costs, prices, plan.weights)):
+        logger.warning("%s", slow)
 
 
 def _load(folder: Path, shape: BaseShape, load: Callable[[], Decoder]) -> tuple[Decoder, BaseShape]:

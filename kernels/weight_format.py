@@ -5,10 +5,12 @@ int8 and int4 weights lie in panels: the codes of several outputs side by side, 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 WeightFormat = Literal["bf16", "int8", "int4"]
 """bf16 stands for the dtype of the model, whatever that is."""
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+"""The largest first."""
 HEAD_FORMAT: Literal["int8"] = "int8"
 """Format of the head where other layers are in 8 or 4 bits."""
 GROUP = 32

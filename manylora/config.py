@@ -83,8 +83,9 @@ class ModelConfig:
     device: Device = "auto"
     """Device of the model: auto, cpu or cuda. auto takes a CUDA device if there is one."""
     dtype: Dtype = "auto"
-    """Number format of weights, KV cache and adapters: auto, float32, bfloat16 or float16. auto takes the format of the
-    model where layers in it are as fast as in float32. `memory.kv_dtype` may give the KV cache another format."""
+    """Number format of weights, KV cache and adapters: auto, float32, bfloat16 or float16. auto takes 16 bits for a
+    model in 16 bits: on a CPU bfloat16, on a GPU the model's own. `memory.kv_dtype` may give the KV cache
+    another format."""
     weights: Weights = "auto"
     """Format of the weights of the linear layers: auto, bf16, int8 or int4. bf16 keeps them in `model.dtype`, whatever
     that is. int8 and int4 work on a CPU only: weights are rounded when they are loaded, so that less memory is read for

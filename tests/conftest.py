@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from api_server import Api
     from s3_server import S3Server
 
-COVERED_PARAMETERS = 3
+COVERED_PARAMETERS = 1
 COVERAGE_OF_PROCESSES = "COVERAGE_PROCESS_CONFIG"
 """Variable by which coverage measures the processes that are started."""
 

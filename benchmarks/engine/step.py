@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.own_engine import OwnEngine
@@ -29,16 +29,16 @@ from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
 from manylora.benchmarks.report import Figures, Options, counts, take_turns
 from manylora.config import KvDtype
+from manylora.kernels.native.library import find_library
 from manylora.kernels.native.peaks import measure_peaks
-from manylora.kernels.weight_format import WeightFormat
+from manylora.kernels.weight_format import WEIGHT_FORMATS
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
 """Steps of a case that are not timed: in them the weights of its adapters are moved to their final places."""
 _KV_DTYPES: dict[str, KvDtype] = {"": "auto", "+kv8": "int8"}
-_WEIGHTS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 FORMATS = {
-    name + end: (name, kv_dtype) for name in _WEIGHTS for end, kv_dtype in _KV_DTYPES.items()
+    name + end: (name, kv_dtype) for name in WEIGHT_FORMATS for end, kv_dtype in _KV_DTYPES.items()
 }
 """Formats of weights and of the KV cache, by what `--weights` calls them."""
 BASE = "base"
@@ -155,7 +155,8 @@ def measure_case(
         load = StepLoad(case.rows, case.prompt_tokens, case.is_prefill, ranks)
         weights, kv_dtype = FORMATS[name]
         work = step_work(QWEN, VOCAB_SIZE, load, weights, is_kv_int8=kv_dtype == "int8")
-        return seconds, parts, measure_peaks().seconds(work.num_bytes, work.multiply_adds)
+        peaks = measure_peaks(find_library())
+        return seconds, parts, peaks.seconds(work.num_bytes, work.multiply_adds)
 
     for contender in contenders.values():
         adapters = contender.adapters[case.adapters]

@@ -22,6 +22,7 @@ from manylora.engine.fairness.service import Prices
 from manylora.engine.model.decoder import Decoder, KvViews
 from manylora.engine.scheduling.plan import Chunk, StepPlan
 from manylora.engine.scheduling.request_pages import BlockTable
+from manylora.kernels.weight_format import WeightFormat
 from manylora.memory.arena import Arena, HostSlab, PageCopier
 from manylora.memory.eviction import PageCosts
 from manylora.memory.pool import PagePool
@@ -37,6 +38,38 @@ DECODE_ROWS = 16
 # The difference of two decode steps with these tokens of context is the price of context.
 SHORT_CONTEXT = 16
 LONG_CONTEXT = 256
+
+
+SLOW_STEP_S = 0.5
+"""A decode step that takes longer is told at the start: nobody reads so slowly."""
+SLOW_PROMPT_S = 30.0
+"""The same for a prompt of `PROMPT_TOKENS`."""
+PROMPT_TOKENS = 1000
+FASTER: dict[WeightFormat, str] = {
+    "bf16": "model.weights int8 or int4 reads and computes less",
+    "int8": "model.weights int4 reads less",
+    "int4": "a smaller model or more cores would help",
+}
+"""What helps on a CPU, by the format of weights."""
+
+
+def slowness(costs: PageCosts, prices: Prices, weights: WeightFormat) -> str | None:
+    """Sentence for a log if people would wait for this CPU; None if it is fast enough.
+
+    Args:
+        costs: Measured at the start.
+        prices: Measured at the start.
+        weights: Format of the layers.
+    """
+    step_s = prices.output * costs.token_s * DECODE_ROWS
+    prompt_s = PROMPT_TOKENS * costs.token_s
+    if step_s <= SLOW_STEP_S and prompt_s <= SLOW_PROMPT_S:
+        return None
+    return (
+        f"this model is slow on this CPU: {step_s:.1f} s for a token of each of {DECODE_ROWS} requests, "
+        f"{prompt_s:.0f} s for a prompt of {PROMPT_TOKENS:,} tokens; {FASTER[weights]} "
+        f"(manylora doctor --model measures each)"
+    )
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ from manylora.engine.model.spec import (
 from manylora.engine.model.weight_files import HEAD
 from manylora.engine.status import EngineReady, MemoryPlan, ReservedBytes
 from manylora.errors import ConfigError
-from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
+from manylora.kernels.weight_format import HEAD_FORMAT, WEIGHT_FORMATS, WeightFormat, layer_bytes
 from manylora.memory.geometry import PageGeometry
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def check_start(config: Config) -> None:
     check_max_model_len(config.model.max_model_len, spec)
     choose_weights(config.model.weights, spec, on_cpu=on_cpu)
     if on_cpu:
-        # A CPU without native bfloat16 takes float32. Only torch knows, so the smaller of the two is checked.
+        # A CPU without kernels takes float32. Only torch knows, so the smaller of the two is checked.
         asked = spec.dtype if config.model.dtype == "auto" else config.model.dtype
-        num_bytes = 2 if asked == "bfloat16" or config.model.dtype == "float16" else 4
+        num_bytes = 2 if asked in ("bfloat16", "float16") else 4
         base = base_shape(spec, "")
         geometry = model_geometry(spec, base, num_bytes, config.memory.kv_dtype)
         plan_memory(config, spec, base, geometry, free_memory(), on_cpu=True)
@@ -225,7 +225,10 @@ def plan_memory(
         )
         raise ConfigError(
             f"{setting}: weights of {_gib(weight_bytes)}{reserve} and pages and buffers of {_gib(pool_bytes)} need "
-            f"{_gib(fixed_bytes + pool_bytes)}, but only {_gib(free.device)} are free on the device",
+            f"{_gib(fixed_bytes + pool_bytes)}, but only {_gib(free.device)} are free on the device"
+            + (
+                _smaller_weights(spec, weights, geometry.dtype_bytes, free.device) if on_cpu else ""
+            ),
             param=setting,
         )
     if host_bytes > free.host:
@@ -346,6 +349,18 @@ def _reserved(
         + partials
         + 4 * longest * spec.head_dim,
     )
+
+
+def _smaller_weights(
+    spec: DecoderSpec, weights: WeightFormat, dtype_bytes: int, free_bytes: int
+) -> str:
+    """Settings whose weights fit into the memory, for an error."""
+    sizes = {
+        name: model_bytes(spec, name, dtype_bytes, on_cpu=True)
+        for name in WEIGHT_FORMATS[WEIGHT_FORMATS.index(weights) + 1 :]
+    }
+    fitting = [f"{name} ({_gib(size)})" for name, size in sizes.items() if size < free_bytes]
+    return f"; weights fit with model.weights {' or '.join(fitting)}" if fitting else ""
 
 
 def _wanted_bytes(gib: float | None, default: int) -> int:

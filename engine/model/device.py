@@ -43,7 +43,9 @@ def choose_device(setting: str) -> torch.device:
 
 
 def choose_dtype(setting: str, asked_by_model: str | None, device: torch.device) -> torch.dtype:
-    """Choose the number format for `model.dtype`; auto takes the model's where it is as fast as float32.
+    """Choose the number format for `model.dtype`; auto takes 16 bits for a model in 16 bits.
+
+    On a CPU those are bfloat16, also for a model in float16, where layers in it are as fast as in float32.
 
     Args:
         setting: auto, float32, bfloat16 or float16.
@@ -58,7 +60,7 @@ def choose_dtype(setting: str, asked_by_model: str | None, device: torch.device)
         dtype = DTYPES.get(asked_by_model or "float32", torch.float32)
         if not on_cpu:
             return torch.bfloat16 if dtype == torch.float32 else dtype
-        return dtype if dtype == torch.bfloat16 and has_fast_bfloat16() else torch.float32
+        return torch.bfloat16 if dtype.itemsize == 2 and has_fast_bfloat16() else torch.float32
     if setting == "float16" and on_cpu and not has_native_float16():
         raise ConfigError(
             "model.dtype: float16 needs a CPU with avx512_fp16 or avx_ne_convert, which this one lacks; "

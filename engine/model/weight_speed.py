@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import get_args
 
 import torch
 
 from manylora.engine.model.linear import Linear, make_head, make_linear
 from manylora.engine.model.spec import DecoderSpec
-from manylora.kernels.weight_format import WeightFormat
+from manylora.kernels.weight_format import WEIGHT_FORMATS, WeightFormat
 
 MANY = 32
 SAMPLE_PARAMETERS = 1 << 24
@@ -46,6 +45,4 @@ def weight_speeds(spec: DecoderSpec, dtype: torch.dtype) -> dict[WeightFormat, t
         body = seconds(make_linear(weight, weights=weights), rows) * layers
         return rows / (body + seconds(make_head(weight, weights), rows) * head)
 
-    return {
-        weights: (speed(weights, 1), speed(weights, MANY)) for weights in get_args(WeightFormat)
-    }
+    return {weights: (speed(weights, 1), speed(weights, MANY)) for weights in WEIGHT_FORMATS}

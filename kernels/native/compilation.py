@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from manylora.config import environment, usable_cores
-from manylora.kernels.native.levels import TILES, usable_features
+from manylora.kernels.native.levels import BF16, TILES, VNNI, usable_features
 from manylora.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ COMPILERS = ("c++", "g++", "clang++")
 NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC")
 FLAGS = (*COMMON_FLAGS, NATIVE_FLAG)
+WITHOUT_BF16 = "-mno-avx512bf16"
 WITHOUT_TILES = "-DMANYLORA_NO_TILES"
 COMPILE_TIMEOUT_S = 300
 OTHER_FOLDER = "set XDG_CACHE_HOME to another folder"
@@ -85,9 +86,10 @@ def flags_for(features: Set[str]) -> tuple[str, ...]:
     """The compiler's flags for this very CPU.
 
     Args:
-        features: Its features that this process may use.
+        features: Its features that the kernels use.
     """
-    return FLAGS if features >= TILES else (*FLAGS, WITHOUT_TILES)
+    flags = FLAGS if features >= TILES else (*FLAGS, WITHOUT_TILES)
+    return (*flags, WITHOUT_BF16) if features >= VNNI and not features >= BF16 else flags
 
 
 def build(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:

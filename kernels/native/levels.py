@@ -15,9 +15,12 @@ TILE_DATA = 18
 AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 AVX512 = frozenset({*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 VNNI = frozenset({*AVX512, "avx512_vnni"})
-BF16 = frozenset({*VNNI, "avx512_bf16"})
+BF16_FEATURES = frozenset({"avx512_bf16"})
+BF16 = VNNI | BF16_FEATURES
 TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 DOT_PRODUCT = frozenset({"asimd", "asimdrdm", "asimddp", "atomics", "crc32"})
+BF16_LEVEL = "x86-64-v4-bf16"
+VNNI_LEVEL = "x86-64-v4-vnni"
 BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 
@@ -44,8 +47,8 @@ LEVELS = (
         BF16 | TILES,
         (*BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
-    Level("x86-64-v4-bf16", "x86_64", BF16, BF16_FLAGS),
-    Level("x86-64-v4-vnni", "x86_64", VNNI, ("-march=x86-64-v4", "-mavx512vnni")),
+    Level(BF16_LEVEL, "x86_64", BF16, BF16_FLAGS),
+    Level(VNNI_LEVEL, "x86_64", VNNI, ("-march=x86-64-v4", "-mavx512vnni")),
     Level("x86-64-v4", "x86_64", AVX512, ("-march=x86-64-v4",)),
     Level("x86-64-v3-vnni", "x86_64", AVX2 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
     Level("x86-64-v3", "x86_64", AVX2, ("-march=x86-64-v3",)),

@@ -8,7 +8,6 @@ namespace manylora {
 namespace {
 
 constexpr int64_t PAIR = 2;  // features of a unit
-constexpr int64_t WIDE_BYTES = 1 << 14;  // of a block of weights as floats, which stays in the first level of cache
 
 // Activations as floats, [rows, pitch].
 struct FloatRows {
@@ -24,7 +23,6 @@ struct SixteenBits {
     static constexpr int64_t TASK = 64, PANEL = panel_columns(TASK);
     static constexpr int64_t VECTOR_BYTES = LANES * PAIR * sizeof(Bfloat16), STEP_BYTES = PANEL / LANES * VECTOR_BYTES;
     static constexpr int ROWS = 6;
-    static constexpr int64_t MANY_ROWS = 24;
     static int64_t panel_bytes(int64_t features) { return padded(features, PAIR) / PAIR * STEP_BYTES; }
 
     template <int R, int VECTORS, class Take>
@@ -51,67 +49,6 @@ struct SixteenBits {
         }
         for (int r = 0; r < R; r++) {
             for (int v = 0; v < VECTORS; v++) take(r, v, joined<Floats>(&sums[r][v * REGISTERS_OF_LANES]));
-        }
-    }
-
-    // The product of a task's columns with up to CHUNK_ROWS rows, bit for bit as `multiply` computes it: weights become
-    // floats once for all rows, a block of features at a time, and the next block comes from memory meanwhile.
-    template <class Take>
-    static void multiply_many(int64_t rows, const FloatRows& x, const uint8_t* panels, int64_t features,
-                              int64_t columns, Take take) {
-        constexpr int64_t BLOCK = WIDE_BYTES / (PANEL * sizeof(float));
-        alignas(64) float wide[BLOCK * PANEL], sums[CHUNK_ROWS * PANEL];
-        const int64_t size = padded(features, PAIR);
-        for (int64_t column = 0; column < TASK && column < columns; column += PANEL) {
-            const uint8_t* panel = panels + column / PANEL * panel_bytes(features);
-            std::fill(sums, sums + rows * PANEL, 0.0f);
-            for (int64_t k = 0; k < size; k += BLOCK) {
-                const int64_t count = std::min(BLOCK, size - k), bytes = count / PAIR * STEP_BYTES;
-                const uint8_t* block = panel + k / PAIR * STEP_BYTES;
-                widen_block(block, count, wide);
-                int64_t fetched = 0;
-                for_blocks<ROWS>(rows, [&](int64_t row, auto constant) {
-                    constexpr int R = decltype(constant)::value;
-                    for (; fetched < bytes * (row + R) / rows; fetched += LINE) __builtin_prefetch(block + bytes + fetched, 0, 2);
-                    add_products<R>(x.data + row * x.pitch + k, x.pitch, wide, count, sums + row * PANEL);
-                });
-            }
-            for (int64_t row = 0; row < rows; row++) {
-                for (int64_t v = 0; v < PANEL / LANES; v++) {
-                    take(row, column / LANES + v, load(sums + row * PANEL + v * LANES));
-                }
-            }
-        }
-    }
-
-    // Weights [count, PANEL] as floats.
-    static MANYLORA_INLINE void widen_block(const uint8_t* block, int64_t count, float* wide) {
-        for (int64_t unit = 0; unit < count * PANEL / PAIR; unit += LANES) {
-            const Words pairs = load_bits<Words>(block + unit * PAIR * sizeof(Bfloat16));
-            float* to = wide + unit / PANEL * PAIR * PANEL + unit % PANEL;
-            store(to, (Floats)(pairs << 16));
-            store(to + PANEL, (Floats)(pairs & 0xFFFF0000));
-        }
-    }
-
-    // sums [R, PANEL] += x [R, count] @ weights [count, PANEL].
-    template <int R>
-    static MANYLORA_INLINE void add_products(const float* x, int64_t x_pitch, const float* weights, int64_t count,
-                                             float* sums) {
-        constexpr int N = PANEL / SINGLES;
-        Singles totals[R][N];
-        for (int r = 0; r < R; r++) {
-            for (int n = 0; n < N; n++) totals[r][n] = load_singles(sums + r * PANEL + n * SINGLES);
-        }
-        for (int64_t k = 0; k < count; k++) {
-            Singles columns[N];
-            for (int n = 0; n < N; n++) columns[n] = load_singles(weights + k * PANEL + n * SINGLES);
-            for (int r = 0; r < R; r++) {
-                for (int n = 0; n < N; n++) totals[r][n] += columns[n] * x[r * x_pitch + k];
-            }
-        }
-        for (int r = 0; r < R; r++) {
-            for (int n = 0; n < N; n++) std::memcpy(sums + r * PANEL + n * SINGLES, &totals[r][n], sizeof(Singles));
         }
     }
 };

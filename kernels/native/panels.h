@@ -44,8 +44,7 @@ struct Ahead {
 //
 // W is the format of the weights: columns of a TASK and of a PANEL, VECTOR_BYTES of 16 columns and STEP_BYTES of a panel
 // that a step takes, the ROWS of a block, and multiply<R, VECTORS>(rows, weights, features, column, ahead, take), the
-// product of R rows with VECTORS vectors of columns from `column` of the layer on. `take(r, vector, sums)` gets it. Where
-// MANY_ROWS is not 0, W has a product of its own for as many rows or more.
+// product of R rows with VECTORS vectors of columns from `column` of the layer on. `take(r, vector, sums)` gets it.
 // `write(row, column, sums)` gets vectors of columns of the layer, of which the last may be there in part.
 template <class W, class Rows, class Write>
 void multiply_panels(const Rows& all, int64_t rows, int64_t features, const uint8_t* panels, int64_t columns,
@@ -74,13 +73,6 @@ void multiply_panels(const Rows& all, int64_t rows, int64_t features, const uint
             }
         }
 #endif
-        if constexpr (W::MANY_ROWS > 0) {
-            if (end - start >= W::MANY_ROWS) {
-                W::multiply_many(end - start, all.from(start), panels + first / W::PANEL * panel_bytes, features,
-                                 columns - first, take(start, first));
-                return;
-            }
-        }
         // The first block of rows waits for the panels, which are cached for the others: they fetch the next one.
         const int64_t others = (end - start - 1) / W::ROWS, lines = others > 0 ? (LINES + others - 1) / others : 0;
         const auto multiply = [&](int64_t block, int64_t column, auto count, auto vectors) {

@@ -10,8 +10,6 @@ from typing import Literal
 
 import torch
 
-from manylora.kernels.native.library import find_library
-
 Product = Literal["float32", "bfloat16", "int8", "int4"]
 """Kinds of products: by the fastest instruction that this CPU has for exact sums of them."""
 PRODUCTS: tuple[Product, ...] = ("float32", "bfloat16", "int8", "int4")
@@ -38,27 +36,23 @@ class CpuPeaks:
         return max(num_bytes / self.bytes_per_s, computed_s)
 
 
-def measure_peaks() -> CpuPeaks:
-    """Measure this CPU in half a second.
-
-    Raises:
-        NativeUnavailableError: There are no kernels for this machine.
-    """
-    library = find_library()
+def measure_peaks(library: ctypes.CDLL) -> CpuPeaks:
+    """Measure this CPU in half a second, with the instructions of compiled kernels."""
     data = torch.ones(READ_BYTES, dtype=torch.uint8)
     library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.peak_read.restype = ctypes.c_int64
     read_s = min(_seconds(library.peak_read, data.data_ptr(), READ_BYTES) for _ in range(RUNS))
-    return CpuPeaks(READ_BYTES / read_s, {name: _products(library, name) for name in PRODUCTS})
+    rates = {name: product_rate(library, name) for name in PRODUCTS}
+    return CpuPeaks(READ_BYTES / read_s, rates)
 
 
-def _products(library: ctypes.CDLL, product: Product) -> float:
-    """Multiply-adds per second: those of the best run, as other processes only make one slower."""
+def product_rate(library: ctypes.CDLL, product: Product, run_s: float = RUN_S) -> float:
+    """Multiply-adds per second: those of the best run of `run_s`, as other processes only make one slower."""
     multiply: Callable[[int], int] = getattr(library, f"peak_{product}")
     multiply.argtypes = [ctypes.c_int64]  # type: ignore[attr-defined]
     multiply.restype = ctypes.c_int64  # type: ignore[attr-defined]
     steps = FIRST_STEPS
-    while _seconds(multiply, steps) < RUN_S:
+    while _seconds(multiply, steps) < run_s:
         steps *= 2
     best_s = min(_seconds(multiply, steps) for _ in range(RUNS))
     return multiply(steps) / best_s

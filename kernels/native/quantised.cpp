@@ -85,7 +85,6 @@ struct EightBits {
     static constexpr int64_t ZERO = 128 - BYTE_ZERO, TASK = 64, PANEL = panel_columns(TASK);
     static constexpr int64_t VECTOR_BYTES = LANES * UNIT, STEP_BYTES = PANEL * UNIT;
     static constexpr int ROWS = BYTE_ROWS;
-    static constexpr int64_t MANY_ROWS = 0;
     static constexpr bool WIDENS = IS_WIDENED;
     static int64_t groups(int64_t /*features*/) { return 1; }
     static int64_t panel_bytes(int64_t features) { return padded(features, PITCH) * PANEL; }
@@ -159,8 +158,8 @@ struct FourBits {
     using Codes = void;
     static constexpr int64_t ZERO = 8, TASK = 32, PANEL = panel_columns(TASK), CODES = PANEL * GROUP / 2;
     static constexpr int64_t VECTOR_BYTES = LANES * UNIT, STEP_BYTES = CODES + PANEL * sizeof(Bfloat16);
-    static constexpr int ROWS = BYTE_ROWS;
-    static constexpr int64_t MANY_ROWS = 0;
+    // With 16 registers, more rows would be moved to memory and back.
+    static constexpr int ROWS = REGISTER_BYTES == 32 ? 4 : BYTE_ROWS;
     static constexpr bool WIDENS = false;
     static int64_t groups(int64_t features) { return padded(features, GROUP) / GROUP; }
     static int64_t panel_bytes(int64_t features) { return groups(features) * STEP_BYTES; }
@@ -203,7 +202,7 @@ struct FourBits {
             pairs[r][n] += multiply_nibbles(weights, codes);
         };
 #endif
-#pragma GCC unroll(IS_WIDENED ? 1 : 4)  // unrolled, widening would keep more than fits into registers
+#pragma GCC unroll(IS_WIDENED || REGISTER_BYTES == 32 ? 1 : 4)  // unrolled, it would keep more than fits into registers
         for (int64_t pair = 0; pair < GROUP / UNIT / 2; pair++) {
             Sums low[N], high[N];
             for (int n = 0; n < N; n++) {

@@ -102,8 +102,8 @@ def _torch() -> Iterator[Finding]:
 
 
 def _cpu_kernels() -> Iterator[Finding]:
-    from manylora.kernels.native.compilation import NativeUnavailableError
-    from manylora.kernels.native.levels import EMULATED_LEVELS
+    from manylora.kernels.native.compilation import NativeUnavailableError, cpu_features
+    from manylora.kernels.native.levels import BF16, EMULATED_LEVELS, VNNI_LEVEL
     from manylora.kernels.native.library import describe, find_library, level_of
     from manylora.kernels.native.peaks import measure_peaks
 
@@ -115,9 +115,12 @@ def _cpu_kernels() -> Iterator[Finding]:
     if level_of(library) in EMULATED_LEVELS:
         said = f"{describe(library)}; Manylora's tests ran these in an emulator, not on such a CPU"
         yield Finding("CPU kernels", "warn", said, "compare some answers with another machine's")
+    elif level_of(library) == VNNI_LEVEL and cpu_features() >= BF16:
+        said = f"{describe(library)}; this CPU multiplies bfloat16 more slowly than float32"
+        yield Finding("CPU kernels", "ok", said)
     else:
         yield Finding("CPU kernels", "ok", describe(library))
-    peaks = measure_peaks()
+    peaks = measure_peaks(library)
     rates = (f"{rate / 1e9:.0f} in {name}" for name, rate in peaks.multiply_adds_per_s.items())
     products = ", ".join(rates)
     reads = f"reads {peaks.bytes_per_s / 1e9:.0f} GB/s"

@@ -136,7 +136,7 @@ def test_formats_of_weights_take_turns_at_a_case_and_are_named(
 
     slow = CpuPeaks(1e9, dict.fromkeys(PRODUCTS, 1e9))
     monkeypatch.setattr(step, "timed_steps", timed)
-    monkeypatch.setattr(step, "measure_peaks", lambda: slow)
+    monkeypatch.setattr(step, "measure_peaks", lambda _: slow)
     with timed_parts() as clock, ExitStack() as stack:
         contenders: dict[str, step.Contender] = {}
         for name in step.formats("int8+kv8,bf16"):

@@ -15,6 +15,7 @@ from manylora.kernels.native import library as native_library
 from manylora.kernels.native.compilation import (
     COMMON_FLAGS,
     FLAGS,
+    WITHOUT_BF16,
     NativeUnavailableError,
     build,
     compiler_command,
@@ -25,6 +26,7 @@ from manylora.kernels.native.levels import (
     AVX2,
     AVX512,
     BF16,
+    BF16_FEATURES,
     DOT_PRODUCT,
     LEVELS,
     TILES,
@@ -103,6 +105,29 @@ def test_what_is_compiled_for_a_level_says_so(
     assert describe(library) == f"{level.name}, compiled for this CPU"
 
 
+@on_x86_linux
+@needs_compiler
+@pytest.mark.parametrize(("narrow", "is_left_out"), [(0.74, True), (0.76, False), (2.0, False)])
+def test_a_cpu_that_is_slow_at_bfloat16_does_without(
+    narrow: float, is_left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cpu_features() >= BF16 or cpu_features() >= TILES:
+        pytest.skip("needs a CPU with products of bfloat16 and without AMX")
+    copy_sources(tmp_path / "sources", "level.cpp")
+    monkeypatch.setattr(compilation, "SOURCES", tmp_path / "sources")
+    monkeypatch.setattr(native_library, "PREBUILT", tmp_path)
+    rates = {"float32": 1.0, "bfloat16": narrow}
+    monkeypatch.setattr(native_library, "product_rate", lambda _library, name, _s: rates[name])
+    found = native_library.level_of(find_library())
+    assert found == ("x86-64-v4-vnni" if is_left_out else "x86-64-v4-bf16")
+
+
+def test_flags_name_what_a_cpu_does_without() -> None:
+    assert WITHOUT_BF16 not in flags_for(BF16)
+    assert WITHOUT_BF16 not in flags_for(AVX2)
+    assert WITHOUT_BF16 in flags_for(BF16 - BF16_FEATURES)
+
+
 @pytest.fixture(scope="module")
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a wheel has it, with a library of this CPU's level; of the operations it has those on rows."""
@@ -110,7 +135,7 @@ def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if level is None or native_library.native_library() is None:
         pytest.skip("needs a C++ compiler and a CPU of a level")
     folder = tmp_path_factory.mktemp("wheel")
-    copy_sources(folder / "sources", "level.cpp", "rows.cpp")
+    copy_sources(folder / "sources", "level.cpp", "peaks.cpp", "rows.cpp")
     target = folder / "prebuilt" / f"{level.name}.so"
     target.parent.mkdir()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -166,7 +191,7 @@ def test_what_was_compiled_before_is_preferred_and_nothing_is_compiled_beside_pr
     monkeypatch.setattr(native_library, "PREBUILT", prebuilt)
     assert describe(find_library()).endswith(", prebuilt")
     assert not list(tmp_path.rglob("*.so"))
-    copy_sources(tmp_path / "sources", "level.cpp")
+    copy_sources(tmp_path / "sources", "level.cpp", "peaks.cpp")
     monkeypatch.setattr(compilation, "SOURCES", tmp_path / "sources")
     load_library(flags_for(cpu_features()))
     assert describe(find_library()).endswith(", compiled for this CPU")
@@ -190,7 +215,7 @@ def test_prebuilt_kernels_that_cannot_be_loaded_are_reported(
 def test_kernels_of_another_level_than_this_cpu_s_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_sources(tmp_path / "sources", "level.cpp")
+    copy_sources(tmp_path / "sources", "level.cpp", "peaks.cpp")
     monkeypatch.setattr(compilation, "SOURCES", tmp_path / "sources")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "PREBUILT", tmp_path)

@@ -20,7 +20,7 @@ def test_a_bound_is_the_larger_of_bytes_and_products() -> None:
 
 
 def test_this_cpu_is_measured() -> None:
-    peaks = measure_peaks()
+    peaks = measure_peaks(find_library())
     assert set(peaks.multiply_adds_per_s) == set(PRODUCTS)
     assert all(rate > 1e6 for rate in (peaks.bytes_per_s, *peaks.multiply_adds_per_s.values()))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manylora.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, StartMeasures
+from manylora.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, StartMeasures, slowness
 from manylora.engine.fairness.service import Prices
 from manylora.engine.model.decoder import StepRows
 from manylora.memory.arena import HostSlab, PageCopier
@@ -60,6 +60,29 @@ def prices_of(
     assert driver.pool.num_free == num_free
     assert not driver.arena.bytes[0].any()
     return prices
+
+
+@pytest.mark.parametrize(
+    ("token_s", "output", "said"),
+    [
+        (0.001, 31.0, None),  # a step of 16 rows in half a second
+        (0.001, 32.0, "0.5 s for a token of each of 16 requests, 1 s for a prompt of 1,000 tokens"),
+        (0.03, 1.0, None),
+        (0.04, 1.0, "0.6 s for a token of each of 16 requests, 40 s for a prompt of 1,000 tokens"),
+    ],
+)
+def test_a_model_for_which_people_would_wait_is_told_with_what_helps(
+    token_s: float, output: float, said: str | None
+) -> None:
+    costs = PageCosts(copy_s=1.0, load_s=1.0, token_s=token_s)
+    found = slowness(costs, Prices(output=output), "bf16")
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert said in found
+        assert "model.weights int8" in found
+        assert "model.weights int4" in (slowness(costs, Prices(output=output), "int8") or "")
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 4])

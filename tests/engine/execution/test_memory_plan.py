@@ -294,6 +294,28 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         plan(CPU, free_gib, **asked)
 
 
+@pytest.mark.parametrize(
+    ("free_gib", "weights", "said"),
+    [
+        (14, "bf16", "; weights fit with model.weights int8 (7.98 GiB) or int4 (5.13 GiB)"),
+        (7, "bf16", "; weights fit with model.weights int4 (5.13 GiB)"),
+        (7, "int8", "; weights fit with model.weights int4 (5.13 GiB)"),
+        (4, "bf16", "only 4.00 GiB are free on the device"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_with_the_formats_that_do(
+    free_gib: float, weights: Weights, said: str
+) -> None:
+    spec = decoder_spec(real_config("Llama-3-8B"))
+    base = base_shape(spec, "")
+    config = Config(model=ModelConfig(path="m", weights=weights))
+    free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
+    geometry = model_geometry(spec, base, 2, "auto")
+    with pytest.raises(ConfigError) as refused:
+        plan_memory(config, spec, base, geometry, free, on_cpu=True)
+    assert refused.value.message.endswith(said)
+
+
 def test_the_longest_request_is_bounded_by_the_model_and_by_the_pool() -> None:
     config = Config(model=ModelConfig(path="m"))
     large, small = plan(CPU, 256), plan(CPU, 8, gib=0.1)

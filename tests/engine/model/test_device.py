@@ -9,7 +9,32 @@ import pytest
 import torch
 
 from manylora.config import usable_cores
+from manylora.engine.model import device
 from manylora.engine.model.device import choose_threads, has_idle_core
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked_by_model", "is_fast", "expected"),
+    [
+        ("auto", "bfloat16", True, torch.bfloat16),
+        ("auto", "float16", True, torch.bfloat16),
+        ("auto", "bfloat16", False, torch.float32),
+        ("auto", "float16", False, torch.float32),
+        ("auto", "float32", True, torch.float32),
+        ("auto", None, True, torch.float32),
+        ("float32", "bfloat16", True, torch.float32),
+        ("bfloat16", "float32", False, torch.bfloat16),
+    ],
+)
+def test_a_cpu_computes_models_of_16_bits_in_bfloat16(
+    setting: str,
+    asked_by_model: str | None,
+    is_fast: bool,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "has_fast_bfloat16", lambda: is_fast)
+    assert device.choose_dtype(setting, asked_by_model, torch.device("cpu")) == expected
 
 
 def test_tiny_models_take_one_thread_and_others_all_cores() -> None:

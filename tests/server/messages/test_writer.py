@@ -135,7 +135,8 @@ def test_a_whole_message_has_the_same_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"x": ', "[1]", "{", '{"x": NaN}', '{"x": ' + "[" * 200_000 + "]" * 200_000 + "}"]
+    "arguments",
+    ['{"x": ', "[1]", "{", '{"x": NaN}', '{"x": ' + "[" * 200_000 + "]" * 200_000 + "}"],
 )
 def test_a_call_that_was_cut_is_not_in_a_whole_message(arguments: str) -> None:
     cut = CallPiece(index=0, id="call_1", name="find", arguments=arguments)

@@ -4,8 +4,8 @@
 
 Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
 bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is what no program can pass on
-this CPU: the bytes of all that the step reads, or its multiply-adds, at the rates that `kernels/native/peaks.py`
-measures in turns with the steps. Formats of weights are measured in turns, too; `int8+kv8` has the KV cache in 8 bits
+this CPU: the bytes of all that the step reads, at the rate of memory just after each step, or its multiply-adds, at the
+peaks of their kinds. Formats of weights are measured in turns, too; `int8+kv8` has the KV cache in 8 bits
 as well. Prints a table of steps and their parts, in ms, and, last, one JSON line.
 """
 
@@ -14,23 +14,23 @@ from __future__ import annotations
 import statistics
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import chain, product
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from manylora.adapters.ref import AdapterRef
 from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
-from manylora.benchmarks.engine.step_work import StepLoad, step_work
+from manylora.benchmarks.engine.step_work import StepLoad, StepWork, step_work
 from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
 from manylora.benchmarks.report import Figures, Options, counts, take_turns
 from manylora.config import KvDtype
 from manylora.kernels.native.library import find_library
-from manylora.kernels.native.peaks import measure_peaks
+from manylora.kernels.native.peaks import ReadMeter, measure_peaks
 from manylora.kernels.weight_format import WEIGHT_FORMATS
 
 PROMPT_TOKENS = 64
@@ -76,22 +76,55 @@ def engine_settings(max_rows: int) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
+class Timings:
+    """Steps of a case, and the machine meanwhile."""
+
+    step_s: list[float] = field(default_factory=list)
+    part_s: Counter[str] = field(default_factory=Counter)
+    """Sums of the parts of these steps."""
+    bytes_per_s: list[float] = field(default_factory=list)
+    """Read from memory just after each step."""
+
+    def __add__(self, other: Timings) -> Timings:
+        return Timings(
+            self.step_s + other.step_s,
+            self.part_s + other.part_s,
+            self.bytes_per_s + other.bytes_per_s,
+        )
+
+
 def timed_steps(
     engine: OwnEngine,
     case: Case,
     adapters: Sequence[AdapterRef],
     steps: int,
     clock: PartClock,
-) -> tuple[list[float], Counter[str]]:
-    """Run steps of a case; returns the seconds of each, and the sums of their parts. A prefill is one step."""
+    read: Callable[[], float],
+) -> Timings:
+    """Run steps of a case; a prefill is one step.
+
+    Args:
+        engine: Runs them.
+        case: Their requests.
+        adapters: Of the requests, in turn.
+        steps: Number of decode steps.
+        clock: Times their parts.
+        read: Reads memory, and returns the bytes per second.
+    """
     clock.seconds.clear()
     with engine.decoding(case.rows, case.prompt_tokens, adapters) as prompt_s:
         if case.is_prefill:
-            return [prompt_s], Counter(clock.seconds)
+            return Timings([prompt_s], Counter(clock.seconds), [read()])
         for _ in range(FIRST_STEPS):
             engine.pump()
         clock.seconds.clear()
-        return [engine.pump() for _ in range(steps)], Counter(clock.seconds)
+        timings = Timings()
+        for _ in range(steps):
+            timings.step_s.append(engine.pump())
+            timings.bytes_per_s.append(read())
+        timings.part_s.update(clock.seconds)
+        return timings
 
 
 def make_cases(options: Namespace) -> list[Case]:
@@ -145,29 +178,37 @@ def measure(options: Namespace) -> Figures:
 def measure_case(
     contenders: dict[str, Contender], case: Case, options: Namespace, clock: PartClock
 ) -> Figures:
-    """Run one case, all formats in turns, and measure the CPU after each repeat."""
+    """Run one case, all formats in turns."""
+    library = find_library()
+    read = ReadMeter(library).bytes_per_s
 
-    def run(name: str, _round: int) -> tuple[list[float], Counter[str], float]:
+    def run(name: str, _round: int) -> Timings:
         contender = contenders[name]
         adapters = contender.adapters[case.adapters]
-        seconds, parts = timed_steps(contender.engine, case, adapters, options.steps, clock)
-        ranks = [adapter.config.rank for adapter in adapters]
-        load = StepLoad(case.rows, case.prompt_tokens, case.is_prefill, ranks)
-        weights, kv_dtype = FORMATS[name]
-        work = step_work(QWEN, VOCAB_SIZE, load, weights, is_kv_int8=kv_dtype == "int8")
-        peaks = measure_peaks(find_library())
-        return seconds, parts, peaks.seconds(work.num_bytes, work.multiply_adds)
+        return timed_steps(contender.engine, case, adapters, options.steps, clock, read)
 
     for contender in contenders.values():
         adapters = contender.adapters[case.adapters]
         warm_up = WARM_UP_STEPS if adapters and not case.is_prefill else 0
-        timed_steps(contender.engine, replace(case, is_prefill=False), adapters, warm_up, clock)
+        once = replace(case, is_prefill=False)
+        timed_steps(contender.engine, once, adapters, warm_up, clock, lambda: 0.0)
+    peaks = measure_peaks(library)
     found = Figures()
     for format_, rounds in take_turns(contenders, options.repeats, run, first=1).items():
         name = case.name if format_ == "bf16" else f"{case.name}, {format_}"
-        step_s, parts, floor_s = zip(*rounds, strict=True)
-        found[name] = figures([*chain(*step_s)], floor_s, sum(parts, Counter()))
+        timings = sum(rounds, Timings())
+        work = work_of(case, format_, contenders[format_].adapters[case.adapters])
+        now = replace(peaks, bytes_per_s=statistics.median(timings.bytes_per_s))
+        found[name] = figures(timings, now.seconds(work.num_bytes, work.multiply_adds))
     return found
+
+
+def work_of(case: Case, format_: str, adapters: Sequence[AdapterRef]) -> StepWork:
+    """The least that a step of a case does, with weights in a format of `FORMATS`."""
+    weights, kv_dtype = FORMATS[format_]
+    ranks = [adapter.config.rank for adapter in adapters]
+    load = StepLoad(case.rows, case.prompt_tokens, case.is_prefill, ranks)
+    return step_work(QWEN, VOCAB_SIZE, load, weights, is_kv_int8=kv_dtype == "int8")
 
 
 def make_result(cases: dict[str, Figures], prompt_tokens: int = PROMPT_TOKENS) -> Figures:
@@ -190,16 +231,16 @@ def make_result(cases: dict[str, Figures], prompt_tokens: int = PROMPT_TOKENS) -
     }
 
 
-def figures(step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]) -> Figures:
+def figures(timings: Timings, floor_s: float) -> Figures:
     """Medians, their ratio, and the mean time of each part of a step."""
-    step = statistics.median(step_s)
-    floor = statistics.median(floor_s)
+    step = statistics.median(timings.step_s)
+    parts = timings.part_s
     return {
         "step_ms": step * 1e3,
-        "floor_ms": floor * 1e3,
-        "step / floor": step / floor,
-        "part_ms": {part: 1e3 * part_s[part] / len(step_s) for part in PARTS},
-        "part_share": {part: part_s[part] / part_s.total() for part in PARTS},
+        "floor_ms": floor_s * 1e3,
+        "step / floor": step / floor_s,
+        "part_ms": {part: 1e3 * parts[part] / len(timings.step_s) for part in PARTS},
+        "part_share": {part: parts[part] / parts.total() for part in PARTS},
     }
 
 

@@ -45,10 +45,11 @@ def measure(options: Namespace) -> Figures:
 
 def in_process(engine: OwnEngine) -> dict[str, float]:
     """Median seconds of a step, planning included, and of a step without: tensors, model, sampling and outputs."""
-    step_s, _ = timed_steps(engine, Case("decode", REQUESTS), [], OUTPUT_TOKENS, PartClock())
+    case = Case("decode", REQUESTS)
+    timings = timed_steps(engine, case, [], OUTPUT_TOKENS, PartClock(), lambda: 0.0)
     told = engine.core.status().last_steps[-OUTPUT_TOKENS:]
     return {
-        "step": statistics.median(step_s),
+        "step": statistics.median(timings.step_s),
         "computed": statistics.median(step.seconds for step in told),
     }
 

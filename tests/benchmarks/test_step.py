@@ -91,7 +91,10 @@ def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path)
 
 def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
     parts = Counter({"attention": 0.012, "linear layers": 0.036})
-    figures = step.figures([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], parts)
+    timings = sum(
+        [step.Timings([0.01, 0.02], parts, [1.0]), step.Timings([0.018, 0.012])], step.Timings()
+    )
+    figures = step.figures(timings, 0.011)
     result = step.make_result({"decode": figures})
     case = result["cases"]["decode"]
     assert case["step / floor"] == pytest.approx(0.015 / 0.011)
@@ -108,17 +111,19 @@ def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(
     with timed_parts() as clock, OwnEngine(config.model.path, **SMALL) as engine:
         adapters = engine.store_adapters([folder], 2)
         case = step.Case("", 4, prompt_tokens=8)
-        step.timed_steps(engine, case, adapters, 1, clock)
+        step.timed_steps(engine, case, adapters, 1, clock, lambda: 0.0)
         first = engine.core.num_steps
         timed = replace(case, is_prefill=is_prefill)
-        seconds, parts = step.timed_steps(engine, timed, adapters, 3, clock)
+        rates = itertools.count(1.0)
+        found = step.timed_steps(engine, timed, adapters, 3, clock, rates.__next__)
         status = engine.core.status()
     assert len({adapter.digest for adapter in adapters}) == 2
     told = [each for each in status.last_steps if each.step > first]
-    assert len(seconds) == (1 if is_prefill else 3)
+    assert found.bytes_per_s == ([1.0] if is_prefill else [1.0, 2.0, 3.0])
+    assert len(found.step_s) == len(found.bytes_per_s)
     assert [(each.requests, each.adapters) for each in told] == [(4, 2)] * len(told)
     assert [each.prefill_tokens for each in told][:1] == [32]
-    assert 0 < sum(parts.values()) <= sum(seconds)
+    assert 0 < sum(found.part_s.values()) <= sum(found.step_s)
     assert (status.running, status.waiting) == (0, 0)
 
 
@@ -134,7 +139,7 @@ def test_formats_of_weights_take_turns_at_a_case_and_are_named(
         order.append(engine.ready.number_format)
         return timed_steps(engine, case, *rest)
 
-    slow = CpuPeaks(1e9, dict.fromkeys(PRODUCTS, 1e9))
+    slow = CpuPeaks(1e12, dict.fromkeys(PRODUCTS, 1e9))
     monkeypatch.setattr(step, "timed_steps", timed)
     monkeypatch.setattr(step, "measure_peaks", lambda _: slow)
     with timed_parts() as clock, ExitStack() as stack:
@@ -152,7 +157,7 @@ def test_formats_of_weights_take_turns_at_a_case_and_are_named(
         weights, kv_dtype = step.FORMATS[format_]
         load = StepLoad(requests=2, context=8)
         work = step_work(QWEN, VOCAB_SIZE, load, weights, is_kv_int8=kv_dtype == "int8")
-        floor_s = slow.seconds(work.num_bytes, work.multiply_adds)
+        floor_s = slow.seconds(0, work.multiply_adds)
         assert found[name]["floor_ms"] == pytest.approx(1e3 * floor_s)
         assert found[name]["part_ms"]["linear layers"] > 0
 

@@ -187,17 +187,21 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
 inline Floats seen_scores(float* scores, int64_t count, int64_t begin, int64_t end) {
     const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const bool sees_all = begin <= 0 && end >= count;
-    Floats most = splat(NOTHING);
-    for (int64_t key = 0; key < count; key += LANES) {
-        Floats score = load(scores + key);
-        if (!sees_all) {
-            const Floats at = lanes + (float)key;
-            score = at >= (float)begin && at < (float)end ? score : splat(NOTHING);
-            store(scores + key, score);
+    Singles most[REGISTERS_OF_LANES];
+    for (int part = 0; part < REGISTERS_OF_LANES; part++) {
+        Singles largest = Singles{} + NOTHING;
+        for (int64_t key = part * SINGLES; key < count; key += LANES) {
+            Singles score = load_singles(scores + key);
+            if (!sees_all) {
+                const Singles at = part_of<Singles>(lanes, 0) + (float)key;
+                score = at >= (float)begin && at < (float)end ? score : Singles{} + NOTHING;
+                store(scores + key, score);
+            }
+            largest = maximum(largest, score);
         }
-        most = maximum(most, score);
+        most[part] = largest;
     }
-    return most;
+    return joined<Floats>(most);
 }
 
 // Turns the scores of a block's `keys`, in units of log2, into weights, times the scales of the values that they are for, and updates
@@ -214,22 +218,28 @@ void weigh(const Call<T>& call, const Task& task, int64_t first, int64_t keys, R
             most[i] = seen_scores(&room.scores[(start + i) * BLOCK], keys, begin - first, end - first);
         }
         const Floats before = load(&room.maxima[start]);
-        const Floats after = maximum(before, combine_lanes<LANES>(most, maximum));
-        const Floats origin = after == NOTHING ? Floats{} : after;  // rows that have seen nothing so far
+        const Floats after = maximum(before, combine_lanes<LANES>(most, [](Floats a, Floats b) { return maximum(a, b); }));
+        // Rows that have seen nothing so far begin at 0.
+        const Floats origin = by_register([](Singles most) { return most == NOTHING ? Singles{} : most; }, after);
         const Floats factors = power_of_two(before - origin);
         store(&room.maxima[start], after);
         store(&room.factors[start], factors);
+        float origins[LANES];
+        store(origins, origin);
         for (int64_t i = 0; i < count; i++) {
             const float* scores = &room.scores[(start + i) * BLOCK];
             auto* weights = &room.weights[(start + i) * BLOCK];
             float* totals = &room.totals[(start + i) * LANES];
-            Floats total = load(totals) * factors[i];
-            for (int64_t key = 0; key < keys; key += LANES) {
-                const Floats weight = power_of_two(load(scores + key) - origin[i]);
-                total += weight;
-                store(weights + key, weight * load(&room.value_scales[key]));
+            const float factor = room.factors[start + i], from = origins[i];
+            for (int64_t part = 0; part < LANES; part += SINGLES) {
+                Singles total = load_singles(totals + part) * factor;
+                for (int64_t key = part; key < keys; key += LANES) {
+                    const Singles weight = power_of_two(load_singles(scores + key) - from);
+                    total += weight;
+                    store(weights + key, weight * load_singles(&room.value_scales[key]));
+                }
+                store(totals + part, total);
             }
-            store(totals, total);
         }
     }
 }

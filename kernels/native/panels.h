@@ -10,7 +10,7 @@ namespace manylora {
 
 constexpr int64_t CHUNK_ROWS = 96;   // of one task, best a multiple of the rows of a block
 constexpr int64_t MIN_TILE_ROWS = 4; // fewer rows are not computed on tiles
-constexpr int64_t AHEAD_BYTES = 1024;  // of a panel that are on their way from memory
+constexpr int64_t AHEAD_BYTES = 2048;  // of a panel that are on their way from memory
 constexpr int64_t LINE = 64;         // bytes of a cache line
 
 // Columns of a panel. Where registers are small, many rows take one vector of columns at a time, which must lie together:

@@ -20,34 +20,32 @@ constexpr float SMALLEST = 1e-30f;   // magnitude of a row that is not taken for
 
 MANYLORA_INLINE Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
 
-// Stores 16 values, rounded to the nearest integer, half to even.
-MANYLORA_INLINE void store_codes(int8_t* to, Floats values) {
-#ifdef __AVX512F__
+// Stores a register of values, rounded to the nearest integer, half to even.
+MANYLORA_INLINE void store_codes(int8_t* to, Singles values) {
+#if defined(__AVX512F__)
     const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)values));
-    std::memcpy(to, &codes, sizeof(codes));
 #elif defined(__AVX2__)
-    __m256 halves[2];
-    std::memcpy(halves, &values, sizeof(values));
-    const __m256i codes[] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
-    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(codes[0], codes[1]), 0b11011000);
-    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    std::memcpy(to, &bytes, sizeof(bytes));
+    const __m256i words = _mm256_cvtps_epi32((__m256)values), pairs = _mm256_packs_epi32(words, words);
+    const __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0b1000));
+    const int64_t codes = _mm_cvtsi128_si64(_mm_packs_epi16(halves, halves));
 #else
-    for (int i = 0; i < LANES; i++) to[i] = static_cast<int8_t>(std::nearbyint(values[i]));
+    int8_t codes[SINGLES];
+    for (int i = 0; i < SINGLES; i++) codes[i] = static_cast<int8_t>(std::nearbyint(values[i]));
 #endif
+    std::memcpy(to, &codes, SINGLES);
 }
 
 // What `take(at, count)` gives is nearly scale * codes; codes after the last are zero. A row that is not finite gets the
 // scale NaN.
 template <class Take>
 void quantise(Take take, int64_t size, int64_t pitch, int8_t* codes, float* scale) {
-    Ints largest = {};  // bits of magnitudes are in the order of the magnitudes, infinity and NaN last
+    Sums largest = {};  // bits of magnitudes are in the order of the magnitudes, infinity and NaN last
     for_vectors(size, [&](int64_t at, int64_t count) {
-        const Ints bits = (Ints)take(at, count) & 0x7FFFFFFF;
+        const Sums bits = (Sums)take(at, count) & 0x7FFFFFFF;
         largest = bits > largest ? bits : largest;
     });
     int32_t bits = 0;
-    for (int i = 0; i < LANES; i++) bits = std::max(bits, largest[i]);
+    for (int i = 0; i < SINGLES; i++) bits = std::max(bits, largest[i]);
     float magnitude;
     std::memcpy(&magnitude, &bits, sizeof(magnitude));
     if (bits >= 0x7F800000) {
@@ -59,7 +57,7 @@ void quantise(Take take, int64_t size, int64_t pitch, int8_t* codes, float* scal
     *scale = magnitude / 127.0f;
     const float inverse = 127.0f / magnitude;
     for_vectors(size, [&](int64_t at, int64_t count) { store_codes(codes + at, take(at, count) * inverse); });
-    std::memset(codes + padded(size, LANES), 0, pitch - padded(size, LANES));
+    std::memset(codes + padded(size, SINGLES), 0, pitch - padded(size, SINGLES));
 }
 
 // Rows of activations as codes, [rows, pitch], with their sums per group as the weights want them, and their scales.
@@ -253,7 +251,7 @@ void linear(const T* x, int64_t x_stride, int64_t inputs, int64_t features, cons
             if constexpr (FINE) {
                 const int8_t* coarse = codes + row * pitch;
                 const float scale = row_scales[row++];
-                const auto rest = [&](int64_t at, int64_t count) { return take(at, count) - load(coarse + at) * scale; };
+                const auto rest = [&](int64_t at, int64_t count) { return take(at, count) - load_singles(coarse + at) * scale; };
                 quantise(rest, features, pitch, codes + row * pitch, row_scales + row);
             }
             for (row = input * PARTS; row < (input + 1) * PARTS; row++) {
@@ -266,7 +264,7 @@ void linear(const T* x, int64_t x_stride, int64_t inputs, int64_t features, cons
         }
         multiply_panels<W>(all, rows, features, panels, columns, [&](int64_t row, int64_t column, Floats sums) {
             Y* to = y + row / PARTS * columns + column;
-            const Floats before = row % PARTS ? read(to, columns - column) : load(bias + column);
+            const Floats before = row % PARTS ? read<Floats>(to, columns - column) : load(bias + column);
             write(to, sums * row_scales[row] + before, columns - column);
         });
     }

@@ -35,9 +35,9 @@ void silu_and_mul(const T* gate_up, int64_t rows, int64_t size, T* out) {
     for (int64_t row = 0; row < rows; row++) {
         const T *gates = gate_up + row * 2 * size, *ups = gates + size;
         for_vectors(size, [&](int64_t at, int64_t count) {
-            const Floats gate = read(gates + at, count);
-            const Floats shrunk = exponential(gate < 0.0f ? gate : -gate);
-            const Floats sigmoid = (gate < 0.0f ? shrunk : splat(1.0f)) / (1.0f + shrunk);
+            const Singles gate = read(gates + at, count);
+            const Singles shrunk = exponential(gate < 0.0f ? gate : -gate);
+            const Singles sigmoid = (gate < 0.0f ? shrunk : Singles{} + 1.0f) / (1.0f + shrunk);
             write(out + row * size + at, gate * sigmoid * read(ups + at, count), count);
         });
     }

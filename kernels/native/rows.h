@@ -31,30 +31,30 @@ struct Pages {
     }
 };
 
-// Calls body(offset, count) for each 16 of `size` elements.
+// Calls body(offset, count) for each register of `size` elements, of which `count` are left.
 template <class Body>
 inline void for_vectors(int64_t size, Body body) {
-    for (int64_t at = 0; at < size; at += LANES) body(at, size - at);
+    for (int64_t at = 0; at < size; at += SINGLES) body(at, size - at);
 }
 
-template <class T>
-inline Floats read(const T* from, int64_t count) {
-    return count >= LANES ? load(from) : load_some(from, count);
+template <class V = Singles, class T>
+MANYLORA_INLINE V read(const T* from, int64_t count) {
+    return count >= LANES_OF<V> ? load_as<V>(from) : load_some<V>(from, count);
 }
 
-template <class T>
-inline void write(T* to, Floats value, int64_t count) {
-    count >= LANES ? store(to, value) : store_some(to, value, count);
+template <class T, class V>
+MANYLORA_INLINE void write(T* to, V value, int64_t count) {
+    count >= LANES_OF<V> ? store(to, value) : store_some(to, value, count);
 }
 
 template <class T>
 void normalise(const T* x, const T* weight, T* out, int64_t size, float eps) {
-    Floats squares = {};
+    Singles squares = {};
     for_vectors(size, [&](int64_t at, int64_t count) {
-        const Floats value = read(x + at, count);
+        const Singles value = read(x + at, count);
         squares += value * value;
     });
-    const float scale = 1.0f / std::sqrt(sums_of<1>(&squares)[0] / size + eps);
+    const float scale = 1.0f / std::sqrt(sums_of_registers<1>(&squares)[0] / size + eps);
     for_vectors(size, [&](int64_t at, int64_t count) {
         write(out + at, read(x + at, count) * scale * read(weight + at, count), count);
     });
@@ -68,7 +68,7 @@ void rotate(const Heads<T>& x, int64_t row, const float* cos, const float* sin) 
     for (int64_t head = 0; head < x.count; head++) {
         T *first = x.at(row, head), *second = first + half;
         for_vectors(half, [&](int64_t at, int64_t count) {
-            const Floats a = read(first + at, count), b = read(second + at, count);
+            const Singles a = read(first + at, count), b = read(second + at, count);
             write(first + at, a * read(cosines + at, count) + b * read(sines + at, count), count);
             write(second + at, b * read(cosines + half + at, count) + a * read(sines + half + at, count), count);
         });
@@ -78,19 +78,19 @@ void rotate(const Heads<T>& x, int64_t row, const float* cos, const float* sin) 
 // A vector in 8 bits, as `manylora.kernels.kv_scales.quantise` defines it; returns the scale.
 template <class T>
 float quantise(const T* x, int64_t size, int8_t* out) {
-    Floats most = {}, unsound = {};
+    Singles most = {}, unsound = {};
     for_vectors(size, [&](int64_t at, int64_t count) {
-        const Floats value = read(x + at, count);
-        most = maximum((Floats)((Words)value & 0x7FFFFFFF), most);
+        const Singles value = read(x + at, count);
+        most = maximum((Singles)((Sums)value & 0x7FFFFFFF), most);
         unsound += value * 0.0f;  // NaN where a value is infinite or NaN
     });
-    const float scale = combine_lanes<1>(&most, maximum)[0] / 127 + sums_of<1>(&unsound)[0];
+    const float scale = largest_of(most) / 127 + sums_of_registers<1>(&unsound)[0];
     if (!(scale > 0)) {
         std::memset(out, 0, size);
         return scale;
     }
     for_vectors(size, [&](int64_t at, int64_t count) {
-        const Floats steps = read(x + at, count) / scale, largest = splat(127.0f);
+        const Singles steps = read(x + at, count) / scale, largest = Singles{} + 127.0f;
         write(out + at, steps > largest ? largest : steps < -largest ? -largest : steps, count);
     });
     return scale;

@@ -87,11 +87,34 @@ MANYLORA_INLINE Wide joined(const Register* registers) {
     return load_bits<Wide>(copies);
 }
 
+// One of the registers that hold 16 lanes.
+template <class Register, class Wide>
+MANYLORA_INLINE Register part_of(const Wide& wide, int i) {
+    return load_bits<Register>((const char*)&wide + i * sizeof(Register));
+}
+
+// What `change` makes of each register of 16 lanes. A comparison of vectors wider than a register is done lane by lane.
+template <class... Wide, class Change>
+MANYLORA_INLINE Floats by_register(Change change, Wide... wide) {
+    if constexpr (REGISTERS_OF_LANES == 1) {
+        return change((Singles)wide...);
+    } else {
+        Singles changed[REGISTERS_OF_LANES];
+        for (int i = 0; i < REGISTERS_OF_LANES; i++) changed[i] = change(part_of<Singles>(wide, i)...);
+        return joined<Floats>(changed);
+    }
+}
+
 MANYLORA_INLINE Singles load_singles(const float* from) { return load_bits<Singles>(from); }
 
 MANYLORA_INLINE Singles load_singles(const Bfloat16* from) {
     typedef uint16_t Some __attribute__((vector_size(REGISTER_BYTES / 2)));
     return (Singles)(__builtin_convertvector(load_bits<Some>(from), Sums) << 16);
+}
+
+MANYLORA_INLINE Singles load_singles(const int8_t* from) {
+    typedef int8_t Some __attribute__((vector_size(REGISTER_BYTES / 4)));
+    return __builtin_convertvector(__builtin_convertvector(load_bits<Some>(from), Sums), Singles);
 }
 
 MANYLORA_INLINE Sums all_equal(int32_t value) { return Sums{} + value; }
@@ -103,39 +126,70 @@ MANYLORA_INLINE Sums unit_at(const void* from) {
     return all_equal(bits);
 }
 
-MANYLORA_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
+// Floats of one register or of 16 lanes, by the type of the vector.
+template <class V>
+constexpr int LANES_OF = sizeof(V) / sizeof(float);
+template <class V>
+using IntsOf = std::conditional_t<sizeof(V) == sizeof(Ints), Ints, Sums>;
 
-MANYLORA_INLINE void store(Bfloat16* to, Floats value) {
+template <class V, class T>
+MANYLORA_INLINE V load_as(const T* from) {
+    if constexpr (sizeof(V) == sizeof(Floats)) {
+        return load(from);
+    } else {
+        return load_singles(from);
+    }
+}
+
+template <class V>
+MANYLORA_INLINE void store(float* to, V value) {
+    std::memcpy(to, &value, sizeof(value));
+}
+
+template <class V>
+MANYLORA_INLINE void store(Bfloat16* to, V value) {
+    if constexpr (sizeof(V) > REGISTER_BYTES) {
+        for (int i = 0; i < REGISTERS_OF_LANES; i++) store(to + i * SINGLES, part_of<Singles>(value, i));
+    } else {
 #ifdef __AVX512BF16__
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
-    std::memcpy(to, &rounded, sizeof(rounded));
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
 #else
-    const Words bits = (Words)value;
-    const Words nearest_even = bits + 0x7FFF + ((bits >> 16) & 1);
-    const Words quiet_nan = (bits | 0x400000);
-    const Halves rounded = __builtin_convertvector((value == value ? nearest_even : quiet_nan) >> 16, Halves);
-    std::memcpy(to, &rounded, sizeof(rounded));
+        const auto bits = (IntsOf<V>)value;
+        const auto nearest_even = bits + 0x7FFF + (bits >> 16 & 1);
+        const auto quiet_nan = bits | 0x400000;
+        const auto kept = (value == value ? nearest_even : quiet_nan) >> 16;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+        const __m256i halves = _mm256_packus_epi32((__m256i)(kept & 0xFFFF), __m256i{});
+        const __m128i rounded = _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0b1000));
+#else
+        typedef uint16_t Some __attribute__((vector_size(sizeof(V) / 2)));
+        const Some rounded = __builtin_convertvector(kept, Some);
 #endif
+#endif
+        std::memcpy(to, &rounded, sizeof(rounded));
+    }
 }
 
 // To the nearest integers, of two the even one; values of at most 127.
-MANYLORA_INLINE void store(int8_t* to, Floats value) {
+template <class V>
+MANYLORA_INLINE void store(int8_t* to, V value) {
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-    const Bytes rounded = __builtin_convertvector((Ints)(value + SHIFT), Bytes);
+    typedef int8_t Some __attribute__((vector_size(sizeof(V) / 4)));
+    const Some rounded = __builtin_convertvector((IntsOf<V>)(value + SHIFT), Some);
     std::memcpy(to, &rounded, sizeof(rounded));
 }
 
-// The first `count` elements (less than 16); the others are zero, and nothing past them is read.
-template <class T>
-MANYLORA_INLINE Floats load_some(const T* from, int64_t count) {
-    T padded[LANES] = {};
+// The first `count` elements, less than the vector has; the others are zero, and nothing past them is read.
+template <class V = Floats, class T>
+MANYLORA_INLINE V load_some(const T* from, int64_t count) {
+    T padded[LANES_OF<V>] = {};
     std::memcpy(padded, from, count * sizeof(T));
-    return load(padded);
+    return load_as<V>(padded);
 }
 
-template <class T>
-MANYLORA_INLINE void store_some(T* to, Floats value, int64_t count) {
-    T padded[LANES];
+template <class T, class V>
+MANYLORA_INLINE void store_some(T* to, V value, int64_t count) {
+    T padded[LANES_OF<V>];
     store(padded, value);
     std::memcpy(to, padded, count * sizeof(T));
 }
@@ -162,7 +216,14 @@ MANYLORA_INLINE void update(T* at, int64_t count, Change change) {
 }
 
 // Where either is NaN, it is b.
-MANYLORA_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+template <class V>
+MANYLORA_INLINE V maximum(V a, V b) {
+    if constexpr (sizeof(V) > REGISTER_BYTES) {
+        return by_register([](Singles x, Singles y) { return x > y ? x : y; }, a, b);
+    } else {
+        return a > b ? a : b;
+    }
+}
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // The even lanes of `a` and then of `b` where FIRST is 0, the odd ones where it is 1. The compiler would move vectors of
@@ -216,6 +277,13 @@ MANYLORA_INLINE Floats sums_of(const Floats* vectors) {
     return combine_lanes<N>(vectors, [](Floats a, Floats b) { return a + b; });
 }
 
+// The largest of a register.
+MANYLORA_INLINE float largest_of(Singles values) {
+    float largest = values[0];
+    for (int i = 1; i < SINGLES; i++) largest = values[i] > largest ? values[i] : largest;
+    return largest;
+}
+
 // Lane i is the sum of the lanes of vector i % N, as `sums_of`; a vector is one register.
 template <int N>
 MANYLORA_INLINE Floats sums_of_registers(const Singles* vectors) {
@@ -230,35 +298,43 @@ MANYLORA_INLINE Floats sums_of_registers(const Singles* vectors) {
 
 // 2^x for x <= 0, within 2 units in the last place: exactly 1 at 0, exactly 0 below -126, since a CPU takes a hundred
 // cycles for a result that is denormal or less; NaN for NaN.
-MANYLORA_INLINE Floats power_of_two(Floats x) {
+template <class V>
+MANYLORA_INLINE V power_of_two(V x) {
+    if constexpr (sizeof(V) > REGISTER_BYTES) {
+        return by_register([](Singles part) { return power_of_two(part); }, x);
+    } else {
 #ifdef __AVX512F__
-    const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Floats rest = x - (Floats)whole;
+        const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const V rest = x - (V)whole;
 #else
-    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-    const Floats shifted = (x < -126.0f ? splat(-126.0f) : x) + SHIFT;
-    const Floats rest = x - (shifted - SHIFT);
+        constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+        const V shifted = (x < -126.0f ? V{} - 126.0f : x) + SHIFT;
+        const V rest = x - (shifted - SHIFT);
 #endif
-    Floats series = splat(1.535336188319500e-4f);
-    series = series * rest + 1.339887440266574e-3f;
-    series = series * rest + 9.618437357674640e-3f;
-    series = series * rest + 5.550332471162809e-2f;
-    series = series * rest + 2.402264791363012e-1f;
-    series = series * rest + 6.931472028550421e-1f;
-    series = series * rest + 1.0f;
+        V series = V{} + 1.535336188319500e-4f;
+        series = series * rest + 1.339887440266574e-3f;
+        series = series * rest + 9.618437357674640e-3f;
+        series = series * rest + 5.550332471162809e-2f;
+        series = series * rest + 2.402264791363012e-1f;
+        series = series * rest + 6.931472028550421e-1f;
+        series = series * rest + 1.0f;
 #ifdef __AVX512F__
-    const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // or NaN
-    return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)series, whole);
+        const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // or NaN
+        return (V)_mm512_maskz_scalef_ps(is_normal, (__m512)series, whole);
 #else
-    const Floats result = (Floats)((Ints)series + ((Ints)shifted << 23));
-    return x < -126.0f ? Floats{} : x == x ? result : x;
+        const V result = (V)((IntsOf<V>)series + ((IntsOf<V>)shifted << 23));
+        return x < -126.0f ? V{} : x == x ? result : x;
 #endif
+    }
 }
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
 // e^x for x <= 0.
-MANYLORA_INLINE Floats exponential(Floats x) { return power_of_two(x * LOG2_E); }
+template <class V>
+MANYLORA_INLINE V exponential(V x) {
+    return power_of_two(x * LOG2_E);
+}
 
 // Rows and columns of 16 x 16 words change places.
 #if defined(__AVX2__) && !defined(__AVX512F__)

@@ -27,13 +27,14 @@ struct Vectors {
     MANYLORA_INLINE const uint8_t* operator[](int64_t vector) const { return first + vector * stride; }
 };
 
-// What is fetched from memory in each step of a product: a number of lines of a number of streams.
+// What is fetched from memory in each step of a product: a number of lines of a number of streams. From the step `turn` on
+// it is what lies `jump` bytes further.
 struct Ahead {
     const uint8_t* from;
-    int64_t step_bytes, lines, streams, stride;
+    int64_t step_bytes, lines, streams, stride, turn, jump;
 
     MANYLORA_INLINE void fetch(int64_t step) const {
-        const uint8_t* at = from + step * step_bytes;
+        const uint8_t* at = from + step * step_bytes + (step >= turn ? jump : 0);
         for (int64_t stream = 0; stream < streams; stream++) {
             for (int64_t line = 0; line < lines; line++) __builtin_prefetch(at + stream * stride + line * LINE, 0, 2);
         }
@@ -78,9 +79,11 @@ void multiply_panels(const Rows& all, int64_t rows, int64_t features, const uint
         const auto multiply = [&](int64_t block, int64_t column, auto count, auto vectors) {
             const uint8_t* panel = panels + column / W::PANEL * panel_bytes;
             const int64_t row = start + block, fetched = (block / W::ROWS - 1) * lines;
-            const Ahead own{panel + AHEAD_BYTES, W::STEP_BYTES, LINES, W::PANEL == LANES ? vectors : 1, stride};
+            // The end of its streams is followed by the beginning of the next ones.
+            const int64_t streams = W::PANEL == LANES ? vectors : 1, turn = (panel_bytes - AHEAD_BYTES) / W::STEP_BYTES;
+            const Ahead own{panel + AHEAD_BYTES, W::STEP_BYTES, LINES, streams, stride, turn, (streams - 1) * stride};
             const Ahead next{panel + panel_bytes * (LINES + fetched) / LINES, lines * LINE,
-                             fetched < LINES ? lines : 0, 1, 0};
+                             fetched < LINES ? lines : 0, 1, 0, features, 0};
             W::template multiply<count, vectors>(all.from(row), Vectors{panel, stride}, features, column,
                                                  block == 0 ? own : next, take(row, column));
         };

@@ -264,26 +264,26 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
             pack_block<T>(call, task, head, first, count, start, last, room);
         }
         multiply_panel<T>(rows, room.queries.data(), room.features, room.units, room.keys.data(), count,
-                          [&](int64_t row, int64_t key, Floats products) {
-                              store(&room.scores[row * BLOCK + key], products * load(&room.key_factors[key]));
+                          [&](int64_t row, int64_t key, Singles products) {
+                              store(&room.scores[row * BLOCK + key], products * load_singles(&room.key_factors[key]));
                           });
         weigh(call, task, first, count, room);
         for (int64_t panel = 0; panel < room.panels; panel++) {
             multiply_panel<T>(rows, room.weights.data(), BLOCK, count / P::PER_UNIT,
                               &room.values[panel * depth * PANEL],
-                              call.head_dim - panel * PANEL, [&](int64_t row, int64_t d, Floats weighted) {
+                              call.head_dim - panel * PANEL, [&](int64_t row, int64_t d, Singles weighted) {
                                   float* sum = &room.sums[row * width + panel * PANEL + d];
-                                  store(sum, load(sum) * room.factors[row] + weighted);
+                                  store(sum, load_singles(sum) * room.factors[row] + weighted);
                               });
         }
     }
     for (int64_t row = 0; row < rows; row++) {
         const int64_t place = ((task.row + row / call.group) * call.heads + head) * call.group + row % call.group;
-        const Floats totals = load(&room.totals[row * LANES]), total = sums_of<1>(&totals);
-        for (int64_t d = 0; d < call.head_dim; d += LANES) {
-            const Floats result = load(&room.sums[row * width + d]) / total;
-            update(call.out + place * call.head_dim + d, call.head_dim - d, [&](Floats) { return result; });
-        }
+        const Floats totals = load(&room.totals[row * LANES]);
+        const float total = sums_of<1>(&totals)[0];
+        for_vectors(call.head_dim, [&](int64_t d, int64_t count) {
+            write(call.out + place * call.head_dim + d, load_singles(&room.sums[row * width + d]) / total, count);
+        });
     }
 }
 

@@ -43,7 +43,7 @@ MANYLORA_INLINE void for_blocks(int64_t rows, Body body) {
     if (rows - row >= 1) body(row, std::integral_constant<int, 1>{});
 }
 
-// Some columns of a @ panel for R rows; `finish(row, column, values)` takes the result, 16 columns at a time.
+// Some columns of a @ panel for R rows; `finish(row, column, values)` takes the result, a register at a time.
 template <class T, int R, int VECTORS, class Finish>
 MANYLORA_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
                                 const uint32_t* panel, Finish finish) {
@@ -59,7 +59,7 @@ MANYLORA_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < VECTORS; v++) finish(r, v * LANES, joined<Floats>(&sums[r][v * REGISTERS_OF_LANES]));
+        for (int n = 0; n < N; n++) finish(r, n * SINGLES, sums[r][n]);
     }
 }
 
@@ -98,7 +98,7 @@ inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, in
     for (int64_t column = 0; column < PANEL && column < columns; column += VECTORS * LANES) {
         for_blocks<ROWS>(rows, [&](int64_t row, auto constant) {
             constexpr int R = decltype(constant)::value;
-            const auto end = [&](int64_t r, int64_t c, Floats values) { finish(row + r, column + c, values); };
+            const auto end = [&](int64_t r, int64_t c, Singles values) { finish(row + r, column + c, values); };
             if (VECTORS > 2 && columns - column <= 2 * LANES) {
                 multiply_block<T, R, 2>(a + row * a_stride, a_stride, units, panel + column, end);
             } else {

@@ -10,7 +10,8 @@ constexpr int64_t UNIT_BYTES = 256;     // offsets count in this many bytes, row
 constexpr int64_t COLUMNS = 2 * PANEL;  // of B that one task reads
 constexpr int64_t SHRINK_ROWS = 64;
 constexpr int64_t SHRINK_FEATURES = 1024;  // 8 rows of this many features fit into the L1 cache
-constexpr int64_t AHEAD = 4;            // units of B, or steps of A, that are on their way from memory
+constexpr int64_t AHEAD = 8;            // units of B, or steps of A, that are on their way from memory
+constexpr int64_t AHEAD_ROWS = 8;       // of y that are on their way
 constexpr int64_t MAX_RANK = 256;
 constexpr int64_t PACKED_FEATURES = 512;  // of A that are packed for tiles at a time
 template <class T>
@@ -160,12 +161,17 @@ void expand(const Call<T>& call, int64_t tile, int64_t slice, int64_t first, int
     const auto weights = [&](int64_t r) {
         return call.group(tile, slice, 1, r / GROUP_ROWS) + r % GROUP_ROWS * pitch + first;
     };
+    const auto fetch = [columns](const T* row) {
+        for (int64_t n = 0; n < columns; n += 64 / sizeof(T)) __builtin_prefetch(row + n);
+    };
+    const int64_t start = call.start(tile), length = call.length(tile);
+    T* y = call.y + start * call.y_stride + column + first;
+    for (int64_t r = 0; r < std::min(AHEAD * P::PER_UNIT, rank); r++) fetch(weights(r));
+    for (int64_t row = 0; row < std::min(length, AHEAD_ROWS); row++) fetch(y + row * call.y_stride);
     for (int64_t unit = 0; unit < units; unit++) {
         const T* row = weights(unit * P::PER_UNIT);
         if (const int64_t later = (unit + AHEAD) * P::PER_UNIT; later < rank) {
-            for (int64_t r = later; r < later + P::PER_UNIT; r++) {
-                for (int64_t n = 0; n < columns; n += 64 / sizeof(T)) __builtin_prefetch(weights(r) + n);
-            }
+            for (int64_t r = later; r < later + P::PER_UNIT; r++) fetch(weights(r));
         }
         for (int64_t n = 0; n < columns; n += LANES) {  // a row is followed by padding up to its pitch
             const Words both = P::interleave(row + n, row + (P::PER_UNIT - 1) * pitch + n);
@@ -178,15 +184,13 @@ void expand(const Call<T>& call, int64_t tile, int64_t slice, int64_t first, int
         }
     }
     const float scaling = call.sites.scalings[call.entry(tile, slice)];
-    const int64_t start = call.start(tile);
     const auto* bridge = call.bridge_row(start, slice);
     const int64_t bridge_stride = call.bridge_row(start + 1, slice) - bridge;
     for (int64_t n = 0; n < columns; n += PANEL) {
-        T* y = call.y + start * call.y_stride + column + first + n;
-        multiply_panel<T>(call.length(tile), bridge, bridge_stride, units, panels[n / PANEL][0], columns - n,
-                          [&](int64_t row, int64_t at, Floats delta) {
-                              update(y + row * call.y_stride + at, columns - n - at,
-                                     [&](Floats before) { return before + scaling * delta; });
+        multiply_panel<T>(length, bridge, bridge_stride, units, panels[n / PANEL][0], columns - n,
+                          [&](int64_t row, int64_t at, Singles delta) {
+                              update(y + row * call.y_stride + n + at, columns - n - at,
+                                     [&](Singles before) { return before + scaling * delta; });
                           });
     }
 }

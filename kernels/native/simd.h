@@ -205,13 +205,13 @@ MANYLORA_INLINE Words load_fours(const int8_t* from, int64_t count) {
 #endif
 }
 
-// Replaces 16 elements, or the first `count` where those are fewer (none where it is not positive).
+// Replaces a register of elements, or the first `count` where those are fewer (none where it is not positive).
 template <class T, class Change>
 MANYLORA_INLINE void update(T* at, int64_t count, Change change) {
-    if (count >= LANES) {
-        store(at, change(load(at)));
+    if (count >= SINGLES) {
+        store(at, change(load_singles(at)));
     } else if (count > 0) {
-        store_some(at, change(load_some(at, count)), count);
+        store_some(at, change(load_some<Singles>(at, count)), count);
     }
 }
 

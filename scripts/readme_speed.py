@@ -106,13 +106,20 @@ QUANTISED = [
     "compare-vllm-int8-cpu",
 ]
 """Comparisons with quantised weights."""
+AVX2 = [
+    "compare-llama-bf16-single-avx2-cpu",
+    "compare-llama-int8-single-avx2-cpu",
+    "compare-llama-int4-single-avx2-cpu",
+    "compare-llama-int8-avx2-cpu",
+]
+"""Comparisons with quantised weights where both do without AVX-512."""
 
 
 def step_table(run: dict[str, Any]) -> list[str]:
     """Steps against their floor, and where their time goes."""
     lines = [
-        f"Steps against their floor, one pass through the linear layers alone, measured in turns with them; and shares"
-        f" of the step ({machine(run)}; `{run['command']}`). [Plot](benchmarks/results/step-cpu.svg).",
+        f"Steps against their floor, the time that their bytes or their multiply-adds take at the rates of this CPU;"
+        f" and shares of the step ({machine(run)}; `{run['command']}`). [Plot](benchmarks/results/step-cpu.svg).",
         "",
         "| step | of its floor | " + " | ".join(run["groups"]) + " |",
         "|---|---|" + "---|" * len(run["groups"]),
@@ -342,6 +349,26 @@ def weights_table(run: dict[str, Any]) -> list[str]:
     return lines
 
 
+def avx2_section() -> str:
+    """Steps on AVX2 against their floors, and Manylora beside llama.cpp there."""
+    run = result("step-avx2-cpu")
+    formats = run["options"]["weights"]
+    lines = [
+        f"Milliseconds of a step, and how many times its floor that is, {run['load']['model']} ({machine(run)};"
+        f" `scripts/as_cpu x86-64-v3 {run['command']}`):",
+        "",
+        f"| step | {' | '.join(f'`{name}`' for name in formats)} |",
+        "|---" * (1 + len(formats)) + "|",
+    ]
+    steps = list(run["cases"].values())
+    names = list(run["cases"])[:: len(formats)]
+    for index, name in enumerate(names):
+        cases = steps[index * len(formats) : (index + 1) * len(formats)]
+        cells = (f"{case['step_ms']:,.1f} ({case['step / floor']:.2f})" for case in cases)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *peers_table([result(name) for name in AVX2]), ""])
+
+
 def peers_table(runs: list[dict[str, Any]]) -> list[str]:
     """Manylora with quantised weights and other servers over HTTP."""
     lines = [
@@ -414,6 +441,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "fairness": fairness_section,
     "gateway": gateway_section,
     "weights": lambda: "\n".join([*weights_table(result("step-weights-cpu")), ""]),
+    "avx2": avx2_section,
     "kv": lambda: "\n".join([*weights_table(result("step-kv-cpu")), ""]),
     "peers": lambda: "\n".join([*peers_table([result(name) for name in QUANTISED]), ""]),
 }

@@ -12,8 +12,8 @@ import sys
 import tokenize
 from pathlib import Path
 
-TOKEN_BUDGET = 369_700
-LINE_BUDGETS = {"C++": 1_820, "JavaScript": 3_260}
+TOKEN_BUDGET = 370_000
+LINE_BUDGETS = {"C++": 1_880, "JavaScript": 3_260}
 LOOK_AGAIN = 400
 PARTS = ("manylora", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
 LANGUAGES = {".cpp": "C++", ".h": "C++", ".js": "JavaScript"}

@@ -93,7 +93,7 @@ MANYLORA_INLINE Register part_of(const Wide& wide, int i) {
     return load_bits<Register>((const char*)&wide + i * sizeof(Register));
 }
 
-// What `change` makes of each register of 16 lanes. A comparison of vectors wider than a register is done lane by lane.
+// Applies `change` to each register of 16 lanes: a comparison of vectors wider than a register is done lane by lane.
 template <class... Wide, class Change>
 MANYLORA_INLINE Floats by_register(Change change, Wide... wide) {
     if constexpr (REGISTERS_OF_LANES == 1) {

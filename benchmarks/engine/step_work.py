@@ -31,7 +31,7 @@ class StepLoad:
     is_prompt: bool = False
     """True if the step computes all these tokens, and no keys and values are there before; False for one of each."""
     ranks: Sequence[int] = ()
-    """Of the adapters that the requests have in turn, on all linear layers; empty for the base."""
+    """Ranks of the adapters that the requests have in turn, on all linear layers; empty for the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StepWork:
     num_bytes: int
     """Weights, keys and values, and the weights of adapters, each read once."""
     multiply_adds: Counter[Product]
-    """Of linear layers, LoRA and attention."""
+    """Products of linear layers, LoRA and attention, by their kind."""
 
 
 def step_work(

@@ -43,14 +43,14 @@ LONG_CONTEXT = 256
 SLOW_STEP_S = 0.5
 """A decode step that takes longer is told at the start: nobody reads so slowly."""
 SLOW_PROMPT_S = 30.0
-"""The same for a prompt of `PROMPT_TOKENS`."""
+"""A prompt of `PROMPT_TOKENS` that takes longer is told, too."""
 PROMPT_TOKENS = 1000
 FASTER: dict[WeightFormat, str] = {
     "bf16": "model.weights int8 or int4 reads and computes less",
     "int8": "model.weights int4 reads less",
     "int4": "a smaller model or more cores would help",
 }
-"""What helps on a CPU, by the format of weights."""
+"""Advice for a slow CPU, by the format of weights."""
 
 
 def slowness(costs: PageCosts, prices: Prices, weights: WeightFormat) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ AVX2 = [
     "compare-llama-int4-single-avx2-cpu",
     "compare-llama-int8-avx2-cpu",
 ]
-"""Comparisons with quantised weights where both do without AVX-512."""
+"""Comparisons in which both do without AVX-512."""
 
 
 def step_table(run: dict[str, Any]) -> list[str]:
@@ -326,21 +326,26 @@ def fairness_section() -> str:
     return "\n".join(lines)
 
 
+def cases_by_step(run: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each step that was measured in all formats of weights, with its cases in the order of the formats."""
+    cases = run["cases"]
+    ends = ["" if name == "bf16" else f", {name}" for name in run["options"]["weights"]]
+    for step in (name.removesuffix(ends[0]) for name in cases if name.endswith(ends[0])):
+        if all(f"{step}{end}" in cases for end in ends):
+            yield step, [cases[f"{step}{end}"] for end in ends]
+
+
 def weights_table(run: dict[str, Any]) -> list[str]:
     """Milliseconds of steps by format of the weights, and how many times as fast as the first they are."""
     formats = run["options"]["weights"]
-    cases = run["cases"]
     lines = [
         f"Milliseconds of a step, medians, {run['load']['model']} ({machine(run)}; `{run['command']}`):",
         "",
         f"| step | {' | '.join(f'`{name}`' for name in formats)} |",
         "|---" * (1 + len(formats)) + "|",
     ]
-    ends = ["" if name == "bf16" else f", {name}" for name in formats]
-    for step in (name.removesuffix(ends[0]) for name in cases if name.endswith(ends[0])):
-        if not all(f"{step}{end}" in cases for end in ends):
-            continue
-        first_ms, *others_ms = (cases[f"{step}{end}"]["step_ms"] for end in ends)
+    for step, cases in cases_by_step(run):
+        first_ms, *others_ms = (case["step_ms"] for case in cases)
         cells = [
             f"{first_ms:,.1f}",
             *(f"{ms:,.1f} ({first_ms / ms:.2f} times as fast)" for ms in others_ms),
@@ -360,13 +365,21 @@ def avx2_section() -> str:
         f"| step | {' | '.join(f'`{name}`' for name in formats)} |",
         "|---" * (1 + len(formats)) + "|",
     ]
-    steps = list(run["cases"].values())
-    names = list(run["cases"])[:: len(formats)]
-    for index, name in enumerate(names):
-        cases = steps[index * len(formats) : (index + 1) * len(formats)]
+    for step, cases in cases_by_step(run):
         cells = (f"{case['step_ms']:,.1f} ({case['step / floor']:.2f})" for case in cases)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {step} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *peers_table([result(name) for name in AVX2]), ""])
+
+
+def eight_line(run: dict[str, Any]) -> str:
+    """Speed of a model of 8B for one person."""
+    summary = run["summary"]
+    return (
+        f"The shape of Llama-3-8B in `int8` starts in 24 GB and gives one person {1e3 / summary['tpot_ms']['p50']:.1f}"
+        f" tokens a second: {summary['tpot_ms']['p50']:.0f} ms each, {summary['ttft_ms']['p50']:.0f} ms to the first of"
+        f" {asked(run)['input_tokens']} tokens ({machine(run)}; `scripts/zero_checkpoint.py FOLDER`, whose weights"
+        f" are zeros, and `{run['command']}`)."
+    )
 
 
 def peers_table(runs: list[dict[str, Any]]) -> list[str]:
@@ -442,6 +455,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gateway": gateway_section,
     "weights": lambda: "\n".join([*weights_table(result("step-weights-cpu")), ""]),
     "avx2": avx2_section,
+    "eight": lambda: eight_line(result("serve-8b-cpu")) + "\n",
     "kv": lambda: "\n".join([*weights_table(result("step-kv-cpu")), ""]),
     "peers": lambda: "\n".join([*peers_table([result(name) for name in QUANTISED]), ""]),
 }

@@ -30,7 +30,7 @@ from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_
 from manylora.benchmarks.report import Figures, Options, counts, take_turns
 from manylora.config import KvDtype
 from manylora.kernels.native.library import find_library
-from manylora.kernels.native.peaks import ReadMeter, measure_peaks
+from manylora.kernels.native.peaks import CpuPeaks, ReadMeter, product_rates
 from manylora.kernels.weight_format import WEIGHT_FORMATS
 
 PROMPT_TOKENS = 64
@@ -192,14 +192,14 @@ def measure_case(
         warm_up = WARM_UP_STEPS if adapters and not case.is_prefill else 0
         once = replace(case, is_prefill=False)
         timed_steps(contender.engine, once, adapters, warm_up, clock, lambda: 0.0)
-    peaks = measure_peaks(library)
+    rates = product_rates(library)
     found = Figures()
     for format_, rounds in take_turns(contenders, options.repeats, run, first=1).items():
         name = case.name if format_ == "bf16" else f"{case.name}, {format_}"
         timings = sum(rounds, Timings())
         work = work_of(case, format_, contenders[format_].adapters[case.adapters])
-        now = replace(peaks, bytes_per_s=statistics.median(timings.bytes_per_s))
-        found[name] = figures(timings, now.seconds(work.num_bytes, work.multiply_adds))
+        peaks = CpuPeaks(statistics.median(timings.bytes_per_s), rates)
+        found[name] = figures(timings, peaks.seconds(work.num_bytes, work.multiply_adds))
     return found
 
 

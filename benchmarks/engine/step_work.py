@@ -17,7 +17,7 @@ from manylora.kernels.native.peaks import Product
 from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
 from manylora.memory.geometry import SCALE_BYTES
 
-PRODUCTS: dict[WeightFormat, Product] = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+PRODUCT_OF: dict[WeightFormat, Product] = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 """Kinds of the products with weights in each format."""
 
 
@@ -70,8 +70,8 @@ def step_work(
         load.ranks[request % len(load.ranks)] for request in range(requests if load.ranks else 0)
     ]
     products = Counter[Product]()
-    products[PRODUCTS[weights]] += weight_elements(model, 0) * requests * tokens
-    products[PRODUCTS[head_weights]] += vocab_size * model.hidden * requests
+    products[PRODUCT_OF[weights]] += weight_elements(model, 0) * requests * tokens
+    products[PRODUCT_OF[head_weights]] += vocab_size * model.hidden * requests
     products["bfloat16"] += lora_elements(model, ranks) * tokens
     products["bfloat16"] += (
         2 * model.num_layers * model.num_heads * model.head_dim * requests * keys

@@ -37,7 +37,7 @@ class Level:
     flags: tuple[str, ...]
     """For the compiler."""
     is_emulated: bool = False
-    """True if its kernels ran in emulators alone."""
+    """True if none of its kernels ran on such a CPU."""
 
 
 LEVELS = (

@@ -27,18 +27,13 @@ from manylora.kernels.native.compilation import (
     was_compiled,
 )
 from manylora.kernels.native.levels import BF16_FEATURES, BF16_LEVEL, level_for
-from manylora.kernels.native.peaks import product_rate
+from manylora.kernels.native.peaks import multiplies_bfloat16_fast
 from manylora.user_cache import is_private
 
 logger = logging.getLogger(__name__)
 
 PREBUILT = SOURCES / "prebuilt"
 """Folder of a wheel for one platform, with a library for each level, `<level>.so`."""
-MEASURE_S = 0.002
-"""Seconds of a run that measures products."""
-SLOW_SHARE = 0.75
-"""Products of bfloat16 that are fewer than this share of those of float32 are slow. Where the CPU runs the instruction
-itself, they are as many or twice as many; a virtual machine with a quarter of them came by."""
 NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """Dtypes that the kernels are compiled for, and the endings of their functions' names."""
 
@@ -63,14 +58,9 @@ def find_library() -> ctypes.CDLL:
     """
     features = cpu_features()
     library = _library_with(features)
-    if level_of(library) != BF16_LEVEL or not _is_bfloat16_slow(library):
+    if level_of(library) != BF16_LEVEL or multiplies_bfloat16_fast(library):
         return library
     return _library_with(features - BF16_FEATURES)
-
-
-def _is_bfloat16_slow(library: ctypes.CDLL) -> bool:
-    wide, narrow = (product_rate(library, name, MEASURE_S) for name in ("float32", "bfloat16"))
-    return narrow < SLOW_SHARE * wide
 
 
 def _library_with(features: frozenset[str]) -> ctypes.CDLL:

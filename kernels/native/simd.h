@@ -105,27 +105,6 @@ MANYLORA_INLINE Floats by_register(Change change, Wide... wide) {
     }
 }
 
-MANYLORA_INLINE Singles load_singles(const float* from) { return load_bits<Singles>(from); }
-
-MANYLORA_INLINE Singles load_singles(const Bfloat16* from) {
-    typedef uint16_t Some __attribute__((vector_size(REGISTER_BYTES / 2)));
-    return (Singles)(__builtin_convertvector(load_bits<Some>(from), Sums) << 16);
-}
-
-MANYLORA_INLINE Singles load_singles(const int8_t* from) {
-    typedef int8_t Some __attribute__((vector_size(REGISTER_BYTES / 4)));
-    return __builtin_convertvector(__builtin_convertvector(load_bits<Some>(from), Sums), Singles);
-}
-
-MANYLORA_INLINE Sums all_equal(int32_t value) { return Sums{} + value; }
-
-// A unit in all lanes.
-MANYLORA_INLINE Sums unit_at(const void* from) {
-    int32_t bits;
-    std::memcpy(&bits, from, sizeof(bits));
-    return all_equal(bits);
-}
-
 // Floats of one register or of 16 lanes, by the type of the vector.
 template <class V>
 constexpr int LANES_OF = sizeof(V) / sizeof(float);
@@ -136,9 +115,29 @@ template <class V, class T>
 MANYLORA_INLINE V load_as(const T* from) {
     if constexpr (sizeof(V) == sizeof(Floats)) {
         return load(from);
+    } else if constexpr (std::is_same_v<T, float>) {
+        return load_bits<V>(from);
+    } else if constexpr (std::is_same_v<T, Bfloat16>) {
+        typedef uint16_t Some __attribute__((vector_size(sizeof(V) / 2)));
+        return (V)(__builtin_convertvector(load_bits<Some>(from), IntsOf<V>) << 16);
     } else {
-        return load_singles(from);
+        typedef int8_t Some __attribute__((vector_size(sizeof(V) / 4)));
+        return __builtin_convertvector(__builtin_convertvector(load_bits<Some>(from), IntsOf<V>), V);
     }
+}
+
+template <class T>
+MANYLORA_INLINE Singles load_singles(const T* from) {
+    return load_as<Singles>(from);
+}
+
+MANYLORA_INLINE Sums all_equal(int32_t value) { return Sums{} + value; }
+
+// A unit in all lanes.
+MANYLORA_INLINE Sums unit_at(const void* from) {
+    int32_t bits;
+    std::memcpy(&bits, from, sizeof(bits));
+    return all_equal(bits);
 }
 
 template <class V>

@@ -113,7 +113,9 @@ def _cpu_kernels() -> Iterator[Finding]:
         yield Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
         return
     if level_of(library) in EMULATED_LEVELS:
-        said = f"{describe(library)}; Manylora's tests ran these in an emulator, not on such a CPU"
+        said = (
+            f"{describe(library)}; no such CPU ran these so far, and an emulator only some of them"
+        )
         yield Finding("CPU kernels", "warn", said, "compare some answers with another machine's")
     elif level_of(library) == VNNI_LEVEL and cpu_features() >= BF16:
         said = f"{describe(library)}; this CPU multiplies bfloat16 more slowly than float32"

@@ -17,8 +17,7 @@ from manylora.adapters.blobs.local import LocalBlobs
 from manylora.benchmarks.engine import step
 from manylora.benchmarks.engine.own_engine import OwnEngine
 from manylora.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
-from manylora.benchmarks.engine.step_work import PRODUCTS as PRODUCT_OF
-from manylora.benchmarks.engine.step_work import StepLoad, step_work
+from manylora.benchmarks.engine.step_work import PRODUCT_OF, StepLoad, step_work
 from manylora.benchmarks.model_shapes import QWEN
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE
 from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
@@ -141,7 +140,7 @@ def test_formats_of_weights_take_turns_at_a_case_and_are_named(
 
     slow = CpuPeaks(1e12, dict.fromkeys(PRODUCTS, 1e9))
     monkeypatch.setattr(step, "timed_steps", timed)
-    monkeypatch.setattr(step, "measure_peaks", lambda _: slow)
+    monkeypatch.setattr(step, "product_rates", lambda _: slow.multiply_adds_per_s)
     with timed_parts() as clock, ExitStack() as stack:
         contenders: dict[str, step.Contender] = {}
         for name in step.formats("int8+kv8,bf16"):

@@ -16,7 +16,8 @@ from api_adapters import sound, sound_mlx
 from fake_engine import DEMO_MODEL
 from manylora.cli import COMMANDS, make_app
 from manylora.config import environment
-from manylora.kernels.native import library
+from manylora.kernels.native import compilation, library
+from manylora.kernels.native.levels import BF16
 from manylora.server.settings import load_config, setting_names
 from postgres_server import fresh_database
 from recording_server import Recorder
@@ -417,14 +418,26 @@ def test_the_doctor_finds_the_model_and_says_what_is_wrong(
     assert "CXX=no-such-compiler is no program" in found["CPU kernels"]["detail"]
 
 
-def test_the_doctor_says_where_kernels_were_only_emulated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("level", "result", "said"),
+    [
+        (
+            "aarch64-i8mm",
+            "warn",
+            "; no such CPU ran these so far, and an emulator only some of them -> compare some answers",
+        ),
+        ("x86-64-v4-vnni", "ok", "; this CPU multiplies bfloat16 more slowly than float32"),
+    ],
+)
+def test_the_doctor_says_which_kernels_are_not_the_usual_ones(
+    level: str, result: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(library, "level_of", lambda _: "aarch64-i8mm")
+    monkeypatch.setattr(library, "level_of", lambda _: level)
+    monkeypatch.setattr(compilation, "cpu_features", lambda: BF16)
     done = run("doctor", "--data-dir", str(tmp_path), "--port", "0")
     (line,) = [each for each in done.stdout.splitlines() if "CPU kernels:" in each]
-    assert line.startswith("warn"), line
-    assert "in an emulator, not on such a CPU -> compare some answers" in line
+    assert line.startswith(result)
+    assert said in line
 
 
 def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> None:

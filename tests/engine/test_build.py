@@ -17,6 +17,7 @@ from manylora.adapters.residency.load_threads import LoadPace
 from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.engine import build
 from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.execution import costs
 from manylora.engine.execution.memory_plan import format_plan
 from manylora.engine.execution.step_programs import StepPrograms
 from manylora.engine.model.checkpoint.weights import base_digest
@@ -62,6 +63,15 @@ def request(
     return GenerationRequest(
         request_id=request_id, prompt_token_ids=tokens, params=params, adapter=adapter
     )
+
+
+def test_a_slow_model_is_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(costs, "SLOW_STEP_S", 0.0)
+    build_engine(settings(model, tmp_path)).core.close()
+    (told,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert told.getMessage().startswith("this model is slow on this CPU: 0.0 s for a token of each")
 
 
 def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:

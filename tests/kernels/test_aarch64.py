@@ -44,7 +44,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The layers of a level with a program that calls them; all other kernels are compiled too."""
     level: Level = request.param
     folder = tmp_path_factory.mktemp(level.name)
-    flags = (*COMMON_FLAGS, "-O1", *level.flags)
+    flags = (*COMMON_FLAGS, *level.flags)
     for source in sorted(SOURCES.glob("*.cpp")):
         compiled = [COMPILER, *flags, "-c", str(source), "-o", f"{folder}/{source.stem}.o"]
         subprocess.run(compiled, check=True, capture_output=True)
@@ -54,7 +54,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def computed(program: Path, layer: QuantisedLinear, x: torch.Tensor) -> torch.Tensor:
-    """What the program makes of x."""
+    """Result of the program for x."""
     folder = program.parent
     rows = len(x)
     y = torch.empty(rows, layer.out_features, dtype=x.dtype if layer.parts == 1 else F32)

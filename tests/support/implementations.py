@@ -43,7 +43,7 @@ BUILDS = {
 }
 """What the tests compile for. Where the CPU has no AMX, `trap_tiles` stands for it."""
 SOURCES_OF = {"x86-64-v3-vnni": ("quantised.cpp",)}
-"""What is compiled for a build that only one module of tests takes; all for the others."""
+"""Sources of a build that only one module of tests takes. All are compiled for other builds."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from manylora.config import (
     SchedulerConfig,
     Weights,
 )
+from manylora.engine.execution import memory_plan
 from manylora.engine.execution.memory_plan import (
     MIN_SLOTS,
     TABLE_DIVISOR,
@@ -314,6 +317,23 @@ def test_weights_that_do_not_fit_are_refused_with_the_formats_that_do(
     with pytest.raises(ConfigError) as refused:
         plan_memory(config, spec, base, geometry, free, on_cpu=True)
     assert refused.value.message.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dtype_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)]
+)
+def test_a_start_counts_the_bytes_that_a_cpu_will_take(
+    dtype: str, dtype_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_05B, "dtype": dtype}))
+    counted: list[int] = []
+    monkeypatch.setattr(
+        memory_plan,
+        "plan_memory",
+        lambda _config, _spec, _base, geometry, *_, **_named: counted.append(geometry.dtype_bytes),
+    )
+    check_start(Config(model=ModelConfig(path=str(tmp_path), device="cpu")))
+    assert counted == [dtype_bytes]
 
 
 def test_the_longest_request_is_bounded_by_the_model_and_by_the_pool() -> None:
